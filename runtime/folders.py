@@ -1,5 +1,5 @@
-"""Locks of folders, and temporary folders, which belong to running processes. Locks are on the folders themselves
-(flock(2)): no further files, and the lock of a killed process is released."""
+"""The user's cache folder; locks of folders, and temporary folders, which belong to running processes. Locks are on the
+folders themselves (flock(2)): no further files, and the lock of a killed process is released."""
 
 import errno
 import fcntl
@@ -21,13 +21,22 @@ SUFFIX = ".mlc-amd-tmp"  # of the names of temporary folders
 _TRIES = 100  # of removing a folder that threads still write to, 10 ms apart
 
 
+def cache_directory() -> Path:
+    """Where everything of the user's is cached: `$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`)."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "mlc-amd"
+
+
 class Lock:
-    """A folder's lock, held until `close` or until it is dropped. kind: of flock(2). OSError if it is not available."""
+    """A folder's lock, held until `close` or until it is dropped. kind: of flock(2). OSError if it is not available,
+    FileNotFoundError also if the folder was removed before."""
 
     def __init__(self, folder: Path, kind: int):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(descriptor, kind)
+            if not os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
         except OSError:
             os.close(descriptor)
             raise

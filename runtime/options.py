@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_args, 
 
 from mlc_amd.runtime.cache.kv_types import KV_TYPE, KvType
 from mlc_amd.runtime.errors import UsageError, shorten
+from mlc_amd.runtime.quantities import BYTES, number
 
 P = ParamSpec("P")
 Group = TypeVar("Group")
@@ -269,11 +270,21 @@ class RunOptions(Checked):
         "left, or half of the available memory of the host",
         default="one sequence of full length",
         low=1, high=1 << 60)] = None  # fmt: skip
+    cache_disk: Annotated[int | str | None, Option(
+        "also keep the KV cache on disk, in the user's cache folder, so that prompts are not computed again after a "
+        "restart or when the memory was needed for others: bytes that it takes at most, or a size such as 20G, of all "
+        "models together", default="not kept", low=1, high=1 << 60)] = None  # fmt: skip
     draft: Annotated[str | os.PathLike[str] | None, Option(
         "decode several tokens a step, guessed by a smaller model with the same vocabulary (named as a model is), "
         'or, for "lookup", taken from the text so far, or, for "mtp", by the model\'s own layer for that, if it has '
         "one. Answers are the same, and the number of guesses adapts to how many are right",
         also=("-md", "--model-draft"))] = None  # fmt: skip
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """`cache_disk`. UsageError for a text that is no size."""
+        given = self.cache_disk
+        return int(number(given, "--cache-disk", BYTES, "20G")) if isinstance(given, str) else given
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,8 @@ LONG = (
     "test_staged_device.py", "test_vision.py", "test_shards.py", "test_tuning_rpc.py", "test_tensor_device.py",
     "test_recurrent_kernels.py", "test_reference.py", "test_speculation.py", "test_models.py", "test_serve_formats.py",
     "test_latent.py", "test_gpu_norm.py", "test_serve_harmony.py", "test_interrupts.py", "test_tuning_build.py",
-    "test_gpu_attention.py", "test_windows.py", "test_gemm_lanes.py", "test_vulkan_attention_matrix.py",
+    "test_disk_cache.py", "test_gpu_attention.py", "test_windows.py", "test_gemm_lanes.py",
+    "test_vulkan_attention_matrix.py",
     "test_image_rows.py", "test_unified_memory.py", "test_packed_attention.py", "test_vulkan_coop.py", "test_cli.py",
     "test_measure_devices.py", "test_vulkan_attention_coop.py", "test_cpu_attention.py", "test_fuzz_inputs.py",
     "test_deploy_cpu.py", "test_cpu_plans.py", "test_tuning_search.py", "test_vulkan_matrix.py",
@@ -83,7 +84,7 @@ SLOW = {
     "test_random_weights.py", "test_serve_anthropic.py", "test_serve_clients.py", "test_serve_conformance.py",
     "test_serve_events.py", "test_serve_formats.py", "test_serve_llama.py", "test_serve_ollama.py",
     "test_serve_openai.py", "test_serve_page.py", "test_serve_page_answers.py", "test_serve_ray.py",
-    "test_serve_responses.py", "test_vulkan_attention_coop.py", "test_vulkan_validation.py",
+    "test_serve_responses.py", "test_serve_slots.py", "test_vulkan_attention_coop.py", "test_vulkan_validation.py",
 }  # fmt: skip
 
 

@@ -22,3 +22,9 @@ def kv_types(manifest: Mapping, pages: Mapping[int, int] | None = None) -> KvTyp
 
 def kv_bytes(types: KvTypes) -> int:
     return sum(prod(shape) * np.dtype(dtype).itemsize for shape, dtype in types.values())
+
+
+def page_parts(manifest: Mapping, span: int) -> list[tuple[str, int]]:
+    """The caches of a span, in the manifest's order, and how many bytes a page has in each of them."""
+    entries = [entry for entry in manifest["kv"] if entry.get("span") == span]
+    return [(entry["name"], prod(entry["shape"][1:]) * np.dtype(entry["dtype"]).itemsize) for entry in entries]

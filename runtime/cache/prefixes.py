@@ -13,8 +13,10 @@ all of the tail. Most digests have none. A sequence can only begin where there i
 
 from array import array
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from hashlib import blake2b
+from typing import Protocol
 
 from mlc_amd.runtime.cache.pages import PAGE, STATE, PagePool
 
@@ -34,11 +36,24 @@ def first_page(span: int, complete: int) -> int:
     return max(complete * PAGE - span + 1, 0) // PAGE if span else 0
 
 
+class IndexListener(Protocol):
+    """Who keeps contents elsewhere, too."""
+
+    def added(self, known: PrefixDigest, span: int, page: int) -> None:
+        """A page is indexed, a complete one or of a tail: see `PrefixIndex.contents`."""
+
+    def used(self, chain: SequenceOf[PrefixDigest]) -> None:
+        """A sequence with these complete pages is freed."""
+
+
 class PrefixIndex:
-    """Pages of `pools` ({span: pool}) by contents. The pools call `_evict` before they allocate an idle page."""
+    """Pages of `pools` ({span: pool}), cells among them, by contents. The pools call `_evict` before they allocate an
+    idle page."""
+
+    listener: IndexListener | None = None
 
     def __init__(self, pools: dict[int, PagePool]) -> None:
-        self._pools = pools
+        self.pools = pools
         self._complete: dict[PrefixDigest, dict[int, int]] = {}
         self._digests: dict[int, dict[int, PrefixDigest]] = {span: {} for span in pools}  # of complete pages
         # Tails after a digest in the order of their tokens, none of which begins with another's.
@@ -63,17 +78,30 @@ class PrefixIndex:
         """Indexes a complete page, which is held; there must be none for that digest."""
         self._complete.setdefault(known, {})[span] = page
         self._digests[span][page] = known
-        self._pools[span].index(page)
+        self.pools[span].index(page)
+        if self.listener:
+            self.listener.added(known, span, page)
 
-    def usable(self, digests: SequenceOf[PrefixDigest], states: bool = True) -> int:
+    def contents(self, span: int, page: int) -> PrefixDigest | None:
+        """The digest of the sequence up to the end of an indexed page, complete or of a tail; None of others."""
+        tail = self._tail_of[span].get(page)
+        return digest(*tail) if tail else self._digests[span].get(page)
+
+    def usable(
+        self,
+        digests: SequenceOf[PrefixDigest],
+        states: bool = True,
+        elsewhere: Callable[[PrefixDigest, int], bool] = lambda known, span: False,
+    ) -> int:
         """The largest n for which a sequence can begin with the pages of digests[:n]: groups that see all keys have all
-        of them, windowed groups those that rows after n pages see. states: there is a state after them, too."""
-        groups = self._pools.keys() - (set() if states else {STATE})
+        of them, windowed groups those that rows after n pages see. states: there is a state after them, too. elsewhere:
+        whether a page that is not indexed, of a digest and a span, can be had."""
+        groups = self.pools.keys() - (set() if states else {STATE})
         best, runs = 0, dict.fromkeys(groups, 0)  # runs: pages before n without a gap
         for n, known in enumerate(digests, 1):
             pages = self._complete.get(known, {})
             for span in runs:
-                runs[span] = runs[span] + 1 if span in pages else 0
+                runs[span] = runs[span] + 1 if span in pages or elsewhere(known, span) else 0
             if 0 in runs and runs[0] < n:
                 break
             if all(run >= n - first_page(span, n) for span, run in runs.items()):
@@ -98,7 +126,11 @@ class PrefixIndex:
         self._tail_pages[key] = pages
         for span, page in pages.items():
             self._tail_of[span][page] = key
-            self._pools[span].index(page)
+            self.pools[span].index(page)
+        if self.listener:
+            known = digest(parent, new)
+            for span, page in pages.items():
+                self.listener.added(known, span, page)
 
     def take_tail(self, parent: PrefixDigest, tokens: SequenceOf[int]) -> tuple[int, dict[int, int]]:
         """(n, pages): the tail after `parent` that shares the longest prefix, n tokens, with `tokens`; now held and not
@@ -114,7 +146,7 @@ class PrefixIndex:
         if STATE in pages and n < len(tail):
             return 0, {}
         for span, page in pages.items():
-            self._pools[span].retain(page)
+            self.pools[span].retain(page)
         self._drop_tail((parent, tail))
         return n, pages
 
@@ -126,9 +158,18 @@ class PrefixIndex:
             del self._tails[parent]
         for span, page in self._tail_pages.pop(key).items():
             del self._tail_of[span][page]
-            self._pools[span].forget(page)
+            self.pools[span].forget(page)
 
     # ---- eviction
+
+    def remove(self, digests: SequenceOf[PrefixDigest]) -> None:
+        """Forgets the complete pages of these that no sequence holds."""
+        for known in digests:
+            pages = self._complete.get(known, {})
+            for span in [span for span, page in pages.items() if not self.pools[span].holders(page)]:
+                self._forget(span, pages.pop(span))
+            if not pages:
+                self._complete.pop(known, None)
 
     def clear(self) -> None:
         """Forgets all pages and tails."""
@@ -154,7 +195,7 @@ class PrefixIndex:
 
     def _forget(self, span: int, page: int) -> None:
         del self._digests[span][page]
-        self._pools[span].forget(page)
+        self.pools[span].forget(page)
 
 
 def _common(a: SequenceOf[int], b: SequenceOf[int]) -> int:

@@ -203,7 +203,7 @@ class Sequence:
 
     def _snapshot(self, state: SequenceState) -> None:
         """Indexes the state, at a page boundary, or takes the cell that is indexed already."""
-        known, index = self._chain(self._complete)[-1], self.cache.index
+        known, index = self.chain(self._complete)[-1], self.cache.index
         other = index.page(known, STATE)
         if other is None:
             assert state.cell is not None, "a state follows a step"
@@ -226,7 +226,7 @@ class Sequence:
         """Indexes the pages that are complete now, or replaces them by indexed ones with the same contents."""
         complete, index = self.computed // PAGE, self.cache.index
         for i in range(self._complete, complete):
-            known = self._chain(i + 1)[i]
+            known = self.chain(i + 1)[i]
             for span, pages in self.pages.items():
                 other = index.page(known, span)
                 if other is None:
@@ -268,7 +268,7 @@ class Sequence:
 
     def _match(self, limit: int) -> None:
         """`match` of at most `limit` tokens."""
-        chain, index = self._chain(max(limit, 0) // PAGE), self.cache.index
+        chain, index = self.chain(max(limit, 0) // PAGE), self.cache.index
         if self._complete == 0 or (len(chain) > self._complete and chain[self._complete] in index):
             if self.state and self._take_tail(chain, index.usable(chain, states=False), limit):
                 return
@@ -349,6 +349,8 @@ class Sequence:
         """Releases all pages and the slot. `match` may find them in the index again, until they are needed."""
         if self.state is None or self.state.abandon():
             self._index_end()
+        if self._complete and self.cache.index.listener:
+            self.cache.index.listener.used(self.chain(self._complete))
         self._cut(0)
         self.cache.release_slot(self)
 
@@ -356,7 +358,7 @@ class Sequence:
         """Indexes what is not indexed yet: the incomplete page, and the state."""
         begin = self._complete * PAGE
         if self.computed > begin:
-            parent = self._chain(self._complete)[-1] if self._complete else ROOT
+            parent = self.chain(self._complete)[-1] if self._complete else ROOT
             tail = {span: pages[self._complete] for span, pages in self.pages.items()}
             if self.state and self.state.cell is not None:
                 tail[STATE] = self.state.cell
@@ -381,7 +383,7 @@ class Sequence:
 
     # ---- helpers
 
-    def _chain(self, n: int) -> list[PrefixDigest]:
+    def chain(self, n: int) -> list[PrefixDigest]:
         """The digests of the first n pages of tokens, which are complete."""
         known = self._digests
         for i in range(len(known), n):

@@ -19,9 +19,14 @@ Device(artifact, threads) -> checks that this machine can run the artifact, maps
 .run_plain(function)         the same launch by launch, without what was recorded or captured at load: for comparison
 .read(name, rows, first=0)   rows first to rows - 1 of an io buffer as a NumPy array, valid until the next run
 .clear()                     zeros the KV cache
+.page_parts(span)            of each cache with pages of that span: (name, bytes of a page)
+.read_pages(span, pages)     what these pages hold, uint8 [pages, bytes]: a page's part in each cache, in the order of
+                             `page_parts`. No run may be in progress
+.write_pages(span, pages, contents)  the reverse
 .close()                     releases memory and the device; nothing else may be called afterwards
 .time(function)              optional: runs a function; (kernel, seconds, gap before it in seconds) of each launch
 .waited                      seconds that all runs spent waiting for the device
+.on_host                     whether it computes on the host's cores
 .copy_bandwidth()            optional: bytes per second, reads plus writes, of a copy in device memory; 0.0 if unknown
 
 Of a GPU that is a stage of several (staged.py), which one thread at a time may use:

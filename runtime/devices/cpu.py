@@ -7,13 +7,13 @@ import hashlib
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import tvm_ffi
 
-from mlc_amd.runtime.cache.cache_types import kv_bytes, kv_types
+from mlc_amd.runtime.cache.cache_types import kv_bytes, kv_types, page_parts
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.folders import temporary
@@ -133,7 +133,7 @@ class CpuDevice:
     """See runtime/devices/__init__.py for the protocol. `threads`: all usable cores by default. kv: how large the cache
     is; "auto" takes half of what the weights leave of the available memory."""
 
-    kind = "cpu"
+    kind, on_host = "cpu", True
 
     def __init__(self, artifact, threads: int | None = None, kv: KvSize = ONE_SEQUENCE):
         target = artifact.manifest["target"]
@@ -241,6 +241,22 @@ class CpuDevice:
     def clear(self) -> None:
         for array in self.kv.values():
             array[:] = 0
+
+    def page_parts(self, span: int) -> list[tuple[str, int]]:
+        return page_parts(self.artifact.manifest, span)
+
+    def _page_bytes(self, span: int) -> list[np.ndarray]:
+        """Each cache of a span, uint8 [pages, bytes]."""
+        return [self.kv[name].view(np.uint8).reshape(-1, count) for name, count in self.page_parts(span)]
+
+    def read_pages(self, span: int, pages: Sequence[int]) -> np.ndarray:
+        return np.concatenate([part[pages] for part in self._page_bytes(span)], 1)
+
+    def write_pages(self, span: int, pages: Sequence[int], contents: np.ndarray) -> None:
+        at = 0
+        for part in self._page_bytes(span):
+            part[pages] = contents[:, at : at + part.shape[1]]
+            at += part.shape[1]
 
     def close(self) -> None:
         """Releases all memory; kernels stay loaded."""

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
+
 from mlc_amd.runtime.errors import MachineError
 
 AFTER_FAILURE = "a step failed on one of the GPUs; load the model again"
@@ -42,6 +44,7 @@ class SeveralGpus(ABC):
         first = self.stages[0]
         self.kind, self.threads, self.gpu, self.code_arch = first.kind, 1, first.gpu, first.code_arch
         self.name = " + ".join(device.name for device in self.stages)
+        self.on_host = any(device.on_host for device in self.stages)
         self.kv_types, self._patience = common_kv_types(self.manifest, self.stages), patience(self.stages)
         self._failed: BaseException | None = None
 
@@ -53,6 +56,21 @@ class SeveralGpus(ABC):
         self._alive()
         for device in self.stages:
             device.clear()
+
+    def page_parts(self, span: int) -> list[tuple[str, int]]:
+        return [part for device in self.stages for part in device.page_parts(span)]
+
+    def read_pages(self, span: int, pages: Sequence[int]) -> np.ndarray:
+        self._check_usable()
+        return np.concatenate([device.read_pages(span, pages) for device in self.stages], 1)
+
+    def write_pages(self, span: int, pages: Sequence[int], contents: np.ndarray) -> None:
+        self._check_usable()
+        at = 0
+        for device in self.stages:
+            count = sum(nbytes for _, nbytes in device.page_parts(span))
+            device.write_pages(span, pages, contents[:, at : at + count])
+            at += count
 
     def copy_bandwidth(self) -> float:
         """Of the slowest GPU."""
@@ -90,7 +108,7 @@ def close_all(devices: Sequence[Any]) -> None:
 
 def patience(devices: Sequence[Any]) -> float:
     """Seconds that the host asks without a pause: none where a GPU is a CPU, which needs its cores."""
-    return 0.0 if any(getattr(device.gpu, "type", "") == "cpu" for device in devices) else POLL
+    return 0.0 if any(device.on_host for device in devices) else POLL
 
 
 def common_kv_types(manifest: Mapping, devices: Sequence[Any]) -> dict[str, tuple]:

@@ -40,7 +40,7 @@ class Admission:
 
     running: in the order in which they were added. busy: of these, those that get a token of a step in progress, and
     are not preempted before they have it. blocked: no further request can start until pages are released. missing:
-    images without features, which the last plan lacked."""
+    images without features, which the last plan lacked. restore: see `Restoring.begin`."""
 
     def __init__(self, cache: KvCache, limits: SchedulerLimits, groups: int) -> None:
         self.cache, self.limits, self._groups = cache, limits, groups
@@ -50,6 +50,7 @@ class Admission:
         self.blocked = False
         self.has_features: Callable[[PreparedImage], bool] = lambda image: True
         self.missing: dict[Request, list[PreparedImage]] = {}
+        self.restore: Callable[[Request], bool] = lambda request: False
 
     # ---- single rows
 
@@ -76,6 +77,7 @@ class Admission:
     def preempt(self, request: Request) -> None:
         self.running.remove(request)
         sequence_of(request).free()
+        request.stored = "unknown"
         self.queues.wait(request)
         self.blocked = False
 
@@ -146,6 +148,9 @@ class Admission:
         """Starts a waiting request, unless one would soon be preempted for its pages."""
         sequence = sequence_of(request)
         sequence.match(request.scored)
+        if self.restore(request):
+            sequence.free()
+            return False
         if sequence.room < sequence.least or (
             self.running and not self.cache.has_room([sequence, *map(sequence_of, self.running)])
         ):

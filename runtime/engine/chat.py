@@ -9,7 +9,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -250,7 +250,8 @@ class Conversation:
         return self.engine.images.encode(prompt, images)
 
     def save(self, path: str | Path) -> None:
-        """Writes the messages as JSON, atomically."""
+        """Writes the messages as JSON, atomically; where the cache is kept on disk, what it has of the conversation to
+        the file PATH.cache, too."""
         path = Path(path).expanduser()
         messages = [{"role": message["role"], "content": content_of(message, True)} for message in self.messages]
         text = json.dumps({"format": _FORMAT, "messages": messages}, ensure_ascii=False, indent=1) + "\n"
@@ -268,9 +269,12 @@ class Conversation:
             if temporary and os.path.exists(temporary):
                 os.unlink(temporary)
             raise UserError(f"cannot save the conversation to {path}: {error.strerror}; choose another file") from error
+        if self._generation and self.engine.keeps_on_disk:
+            self.engine.stored.save(self._generation.sequences[0], _cache_of(path))
 
     def load(self, path: str | Path) -> None:
-        """Replaces the messages, the system message too, by saved ones. UserError if the file has none."""
+        """Replaces the messages, the system message too, by saved ones. UserError if the file has none. What was saved
+        of the cache is used where it is this model's, and the cache is kept on disk."""
         path = Path(path).expanduser()
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -290,6 +294,14 @@ class Conversation:
             raise UserError(f"{path} is not a saved conversation: it has messages without an answer")
         self.reset()
         self.messages = messages
+        if self.engine.keeps_on_disk and _cache_of(path).exists():
+            with suppress(UserError):  # it is computed again
+                self.engine.stored.open(self, _cache_of(path))
+
+
+def _cache_of(path: Path) -> Path:
+    """Beside a saved conversation."""
+    return path.with_name(f"{path.name}.cache")
 
 
 def _final(parts: Generator[reasoning.AnswerPart, None, None]) -> Generator[str, None, None]:

@@ -1,10 +1,22 @@
 """The encoding of images that requests wait for, piece by piece between the steps of other answers."""
 
 from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.engine.scheduler import Scheduler
 from mlc_amd.runtime.images.features import Features
+
+
+class PiecewiseWork(Protocol):
+    """What requests wait for, computed between steps. waits: there is some; the others are as of `Encoding`."""
+
+    @property
+    def waits(self) -> bool: ...
+
+    def takes_turn(self) -> bool: ...
+
+    def piece(self) -> Iterable[tuple[Request, Exception]]: ...
 
 
 class Encoding:

@@ -34,11 +34,14 @@ class Engine(TextEngine):
         the options'. UserError if it cannot run."""
         if Path(path).suffix == ".gguf" and not Path(path).is_dir():
             raise UserError(f"{path} is not compiled yet: mlc_amd.load() and `mlc-amd compile` do that")
+        disk = options.disk_bytes
         size = kv or KvSize.of(options.kv_tokens, options.kv_memory)
         artifact = Artifact.open(path, options.verify)
         chosen = options.device, options.threads, options.n_cpu_moe, size, options.devices, options.tensor_split
         engine = cls(artifact, open_device(artifact, *chosen))
         try:
+            if disk is not None:
+                engine.keep_on_disk(disk)
             if options.draft == OWN:
                 engine.speculate(engine.own_draft())
             else:

@@ -14,6 +14,7 @@ from functools import partial
 from mlc_amd.runtime.engine.answers import Answer
 from mlc_amd.runtime.engine.generation import Piece, PromptProgress, Stats
 from mlc_amd.runtime.engine.step_loop import StepLoop
+from mlc_amd.runtime.images.rows import Prompt, images_among
 
 
 class Results:
@@ -31,6 +32,12 @@ class Results:
     def answers(self) -> list[Stats]:
         """Statistics of each answer, by index; none before the first step."""
         return [answer.stats for answer in self._answers]
+
+    @property
+    def sequences(self) -> list[Prompt]:
+        """The tokens of each answer and of its prompt that were computed: all but the last one."""
+        requests = [answer.request for answer in self._answers]
+        return [Prompt([*of.prompt, *of.generated][:-1], images_among(of.prompt)) for of in requests]
 
     @property
     def stats(self) -> Stats:
@@ -56,6 +63,11 @@ class _WithResults:
     def answers(self) -> list[Stats]:
         """See `Results`."""
         return self.results.answers
+
+    @property
+    def sequences(self) -> list[Prompt]:
+        """See `Results`."""
+        return self.results.sequences
 
     @property
     def stats(self) -> Stats:

@@ -18,6 +18,7 @@ from mlc_amd.runtime.engine.generation import ContextFull, Ids, check_ids
 from mlc_amd.runtime.engine.requests import Scoring
 from mlc_amd.runtime.engine.runner import Runner
 from mlc_amd.runtime.engine.step_loop import StepLoop
+from mlc_amd.runtime.engine.stored_pages import StoredPages
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.images.encoder import ImageEncoder
 from mlc_amd.runtime.images.features import Features
@@ -60,6 +61,8 @@ class LogitsEngine(Closing):
         rows = functions.single_rows, functions.chunk_rows, functions.mixed_rows, self._runner.scored
         limits = self._limits or SchedulerLimits(*rows, sizes=functions.chunk_sizes)
         self._loop = StepLoop(self._runner, self.cache, limits)
+        self._stored: StoredPages | None = None
+        self._storing = threading.Lock()
         self._own = self._loop.private = self.cache.sequence()
         self._own_lock = threading.Lock()  # of the own sequence, also between the steps of `score`
 
@@ -70,6 +73,9 @@ class LogitsEngine(Closing):
     def close(self) -> None:
         """Ends all generations, and releases the device and all memory."""
         if not self._loop.closed:
+            if self._stored:
+                self._loop.end_all()
+                self._stored.close()
             self._loop.close()
             self.device.close()
             self.artifact.close()
@@ -83,6 +89,25 @@ class LogitsEngine(Closing):
     def kv_usage(self) -> KvUsage:
         """How full the KV cache is."""
         return self.cache.usage
+
+    # ---- the cache on disk
+
+    def keep_on_disk(self, limit: int) -> None:
+        """From now on the cache is also written to the user's cache folder, and read from there: up to `limit` bytes of
+        all models (runtime/cache/page_files.py). `close` writes what is not written yet."""
+        self.stored.keep_on_disk(limit)
+
+    @property
+    def keeps_on_disk(self) -> bool:
+        """Whether `keep_on_disk` was called."""
+        return self._stored is not None and self._stored.on_disk
+
+    @property
+    def stored(self) -> StoredPages:
+        """What is kept of the cache outside of memory."""
+        with self._storing:
+            self._stored = self._stored or StoredPages(self.artifact, self.device, self.cache, self._loop)
+            return self._stored
 
     # ---- speculation
 
@@ -122,7 +147,7 @@ class LogitsEngine(Closing):
         return len(self._own.tokens)
 
     def reset(self) -> None:
-        """Empties the own sequence, and the cache unless generations are using it."""
+        """Empties the own sequence, and the cache unless generations are using it. What is on disk stays."""
         with self._exclusive():
             self._own.truncate(0)
             if not self._loop.busy:

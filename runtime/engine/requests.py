@@ -10,6 +10,9 @@ from mlc_amd.runtime.cache.sequence import ChunkRows, Sequence
 
 RequestState = Literal["waiting", "running", "done"]  # waiting: no pages; running: takes part in steps
 
+# Of the pages of a waiting request that are on disk: not looked for, being read, in the cache.
+StoredState = Literal["unknown", "reading", "read"]
+
 
 @dataclass(eq=False)
 class Request:
@@ -30,6 +33,7 @@ class Request:
     sequence: Sequence | None = None
 
     state: RequestState = "waiting"
+    stored: StoredState = "unknown"
     finish: str | None = None  # why it is done: the argument of `Scheduler.finish`
     generated: list[int] = field(default_factory=list)  # token ids, the end token included
     limit: int = 0  # tokens that it may generate: the driver finishes it there
@@ -45,8 +49,10 @@ class Request:
 
     @property
     def ready(self) -> bool:
-        """Whether it does not wait for its leader's prompt."""
+        """Whether it does not wait for its leader's prompt, or for what is read from disk."""
         leader = self.leader
+        if self.stored == "reading":
+            return False
         if leader is None or leader.state == "done":
             return True
         return leader.sequence is not None and leader.sequence.computed >= len(leader.prompt)

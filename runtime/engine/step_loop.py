@@ -18,9 +18,10 @@ from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.sequence import Sequence
 from mlc_amd.runtime.engine.admission import SchedulerLimits
 from mlc_amd.runtime.engine.answers import Answer
-from mlc_amd.runtime.engine.encoding import Encoding
+from mlc_amd.runtime.engine.encoding import Encoding, PiecewiseWork
 from mlc_amd.runtime.engine.guessing import guess, learn
 from mlc_amd.runtime.engine.requests import PlannedStep, Request, Scoring
+from mlc_amd.runtime.engine.restoring import Restoring
 from mlc_amd.runtime.engine.runner import Runner
 from mlc_amd.runtime.engine.sampled_rows import GREEDY, ChosenToken, TokenChoice, right_ones
 from mlc_amd.runtime.engine.scheduler import RequestCounts, Scheduler
@@ -47,7 +48,13 @@ class StepLoop:
         self._background: threading.Thread | None = None
         self._watched: set[Request] = set()  # of answers that the background thread computes
         self.scheduler.admission.has_features = runner.images.__contains__
-        self._encoding = Encoding(self.scheduler, runner.images)
+        self._works: list[PiecewiseWork] = [Encoding(self.scheduler, runner.images)]
+
+    def restore_with(self, restoring: Restoring) -> None:
+        """From now on requests wait for what that reads."""
+        with self.exclusive():
+            self._works.append(restoring)
+            self.scheduler.admission.restore = restoring.begin
 
     # ---- the lock
 
@@ -148,10 +155,10 @@ class StepLoop:
 
     def _step(self) -> bool:
         """Completes a step; starts as many as the device computes at once. False if there is nothing to compute. Pieces
-        of the encoding of images and steps of answers take turns."""
+        of other work and steps of answers take turns."""
         self._drop_ended()
-        if self._encoding.takes_turn():
-            return self._encode()
+        if work := next((work for work in self._works if work.takes_turn()), None):
+            return self._work(work)
         while self.scheduler.may_plan and not (self._guesses and self._started):
             step = self._plan()
             if step is None:
@@ -160,21 +167,21 @@ class StepLoop:
                 self._compute(step)
                 return True
         if not self._started:
-            return self._encoding.waits and self._encode()
+            work = next((work for work in self._works if work.waits), None)
+            return work is not None and self._work(work)
         self._finish(self._started[0])
         return True
 
-    def _encode(self) -> bool:
-        """Computes a piece of the encoding of images."""
+    def _work(self, work: PiecewiseWork) -> bool:
         self._settle()
-        for request, error in self._encoding.piece():
+        for request, error in work.piece():
             self._fail(request, error)
         return True
 
     def _plan(self) -> PlannedStep | None:
         before = set(self.scheduler.running)
         step = self.scheduler.plan()
-        waits = self.scheduler.unfinished and not self.scheduler.admission.missing
+        waits = self.scheduler.unfinished and not any(work.waits for work in self._works)
         if step is None and waits and self.private and not self._started:
             self.private.free()
             step = self.scheduler.plan()
@@ -383,15 +390,20 @@ class StepLoop:
             finally:
                 self._lock.release()
 
-    def close(self) -> None:
+    def end_all(self) -> None:
         """Ends all answers and scorings, and waits for the step in progress."""
-        if self.closed:
-            return
         self.cancel_all()
         with self.exclusive():
             self._drop_ended()
             for request in list(self._scorings):
                 self._fail(request, MachineError(CLOSED))
+
+    def close(self) -> None:
+        """`end_all`, also of what is started later."""
+        if self.closed:
+            return
+        self.end_all()
+        with self.exclusive():
             self._lock.closed = True
         if self._background and self._background is not threading.current_thread():
             self._background.join()

@@ -40,6 +40,11 @@ class Prompt(list[int]):
         return cls(tokens, images)
 
 
+def images_among(tokens: Sequence[int]) -> Mapping[int, PreparedImage]:
+    """The images of a Prompt, or none."""
+    return tokens.images if isinstance(tokens, Prompt) else {}
+
+
 def row_tokens(image: PreparedImage) -> list[int]:
     """The tokens of its rows, -1 or less, of 32 bits."""
     data = b"".join(blake2b(image.key + row.to_bytes(4, "little"), digest_size=4).digest() for row in range(image.rows))

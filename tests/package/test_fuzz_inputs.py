@@ -13,13 +13,13 @@ from samples import sample
 REPO = Path(__file__).resolve().parents[2]
 # Program and number of cases: some seconds each
 SHARES = [
-    ("gguf", 200), ("templates", 12), ("texts", 6), ("artifacts --model latent", 25),
-    ("tuning", 40), ("images", 300), ("mmproj --open", 300), ("gguf", 3000), ("compile", 40),
-    ("artifacts", 1000), ("tuning", 500), ("mmproj", 300),
+    ("gguf", 200), ("templates", 12), ("texts", 6), ("artifacts --model latent", 25), ("tuning", 40), ("images", 300),
+    ("mmproj --open", 300), ("pages", 300), ("gguf", 3000), ("compile", 40), ("artifacts", 1000), ("tuning", 500),
+    ("mmproj", 300),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("program", "count"), sample(SHARES, SHARES[:7]))
+@pytest.mark.parametrize(("program", "count"), sample(SHARES, SHARES[:8]))
 def test_fuzzing(program, count, tmp_path):
     command = [sys.executable, "-m", *f"tests.dev.fuzz.{program}".split(), "--seed", "7", "--count", str(count)]
     environment = os.environ | {"PYTHONPATH": str(REPO)}

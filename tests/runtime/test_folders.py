@@ -1,9 +1,14 @@
 """Temporary folders: those of killed processes are removed, those of living ones stay."""
 
 import errno
+import fcntl
+import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -66,3 +71,25 @@ def test_a_full_temporary_disk_is_told(tmp_path, monkeypatch):
     with pytest.raises(OSError), folders.temporary("work"):
         raise OSError(errno.ENOSPC, "No space left on device", "/elsewhere/model")
     assert names(tmp_path) == []
+
+
+def test_a_lock_of_a_folder_that_was_removed_is_none(tmp_path):
+    folder, errors = tmp_path / "folder", []
+    folder.mkdir()
+    held = folders.Lock(folder, fcntl.LOCK_EX)
+
+    def wait():
+        try:
+            folders.Lock(folder, fcntl.LOCK_EX)
+        except OSError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    begun, blocked = time.monotonic(), f" -> FLOCK  ADVISORY  WRITE {os.getpid()} "
+    while blocked not in Path("/proc/locks").read_text() and time.monotonic() < begun + 60:
+        time.sleep(0.001)
+    folder.rmdir()
+    held.close()
+    waiting.join()
+    assert [type(error) for error in errors] == [FileNotFoundError]

@@ -15,10 +15,10 @@ from samples import sample
 
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.folders import cache_directory
 from mlc_amd.tools.bundles import archive, wheels
 from mlc_amd.tools.bundles.archive import Entry
 from mlc_amd.tools.commands import deploy
-from mlc_amd.tools.hub import model_cache
 from tests.dev.fuzz import resealing
 
 REPO = Path(__file__).resolve().parents[2]
@@ -60,7 +60,7 @@ def bundle(model, tmp_path_factory) -> Path:
         pytest.skip("bundles are for Linux")
     pythons = sorted({f"3.{name.removeprefix('cpython-3')}" for name in PYTHONS} | {"3.13"})
     try:
-        wheels.fetch(deploy.PACKAGES, pythons, model_cache.cache_directory() / "wheels")
+        wheels.fetch(deploy.PACKAGES, pythons, cache_directory() / "wheels")
     except UserError as error:
         pytest.skip(str(error))
     out = tmp_path_factory.mktemp("deployed") / "my models"

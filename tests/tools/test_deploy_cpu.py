@@ -17,10 +17,10 @@ from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.engine.encoder import Encoder
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.folders import cache_directory
 from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.tools.bundles import wheels
 from mlc_amd.tools.commands import deploy
-from mlc_amd.tools.hub import model_cache
 
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 GRAMMAR = ("--grammar", 'root ::= "yes" | "no"')
@@ -32,7 +32,7 @@ def deployed(artifact: Path, out: Path) -> Path:
     """The bundle of an artifact; skips where wheels cannot be had."""
     names = (*deploy.PACKAGES, *deploy.SEEING_PACKAGES, *deploy.TARGET_PACKAGES["cpu"])
     try:
-        wheels.fetch(names, [PYTHON], model_cache.cache_directory() / "wheels")
+        wheels.fetch(names, [PYTHON], cache_directory() / "wheels")
     except UserError as error:
         pytest.skip(str(error))
     deploy.run(str(artifact), to="linux", output=str(out), python=PYTHON)

@@ -62,7 +62,7 @@ def run(
     synthetic: Synthetic = None,
     per_kernel: bool = False,
     profile_host: bool = False,
-    load: Annotated[LoadOptions, Without("tuned", "verify", "kv_tokens", "draft"), _NEEDED],
+    load: Annotated[LoadOptions, Without("tuned", "verify", "kv_tokens", "cache_disk", "draft"), _NEEDED],
 ) -> None:  # fmt: skip
     """Measures prefill (pp) and decode (tg) speed in tokens per second, with llama-bench's columns.
 

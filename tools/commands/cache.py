@@ -1,4 +1,4 @@
-"""`mlc-amd cache`: the compiled models in the user's cache, and their removal."""
+"""`mlc-amd cache`: the compiled models in the user's cache, what is kept of their KV caches, and their removal."""
 
 import os
 import time
@@ -10,9 +10,10 @@ from json import dumps
 from pathlib import Path
 from typing import Literal
 
+from mlc_amd.runtime.cache import page_files
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.quantities import BYTES, number
-from mlc_amd.tools.hub import hub, model_cache, models
+from mlc_amd.tools.hub import hub, model_cache, models, page_cache
 from mlc_amd.tools.hub.model_cache import Entry, Recipe
 from mlc_amd.tools.options import Json
 from mlc_amd.tools.terminal import display
@@ -33,15 +34,15 @@ def run(
     """Lists or removes models that were compiled on first use. They are compiled again when they are needed.
 
     Models of one file that differ in context, tuning or version share their packed weights, which take disk space once.
-    What a running process uses is never removed.
+    What a running process uses is never removed. With a model goes what --cache-disk keeps of its KV cache.
 
     Args:
         action: ls lists the models; ps those in use; rm removes those of that name; prune removes those that no
-            command would find any more (their file has changed or is gone, another version compiled them), and what
-            --older and --max-size say.
+            command would find any more (their file has changed or is gone, another version compiled them), KV caches
+            of models that are gone, and what --older and --max-size say.
         name: for rm: a name as ls shows it, a pattern such as 'llama-*', or what the model was compiled from.
-        older: for prune: also those that were not used for so long, as 12h, 30d or 8w.
-        max_size: for prune: also the least recently used ones, until the others take at most so much, as 500M or 20G.
+        older: for prune: also what was not used for so long, as 12h, 30d or 8w, of models and of KV caches.
+        max_size: for prune: also the least recently used models, until the others take at most so much, as 500M or 20G.
         all: for rm: all models.
         dry_run: only say what would be removed.
     """
@@ -63,7 +64,7 @@ def run(
     elif action == "rm":
         _remove(_named(found, name, all), dry_run)
     else:
-        _remove(model_cache.to_prune(found, time.time(), age, limit), dry_run)
+        _remove(model_cache.to_prune(found, time.time(), age, limit), dry_run, age)
 
 
 def _named(found: list[Entry], name: str | None, all: bool) -> list[Entry]:
@@ -92,6 +93,7 @@ def _made_from(recipe: Recipe, name: str, file: Path | None) -> bool:
 
 
 def _facts(entry: Entry) -> dict[str, object]:
+    own = str(entry.folder.resolve())
     return {
         "name": entry.name,
         "path": str(entry.folder),
@@ -100,6 +102,7 @@ def _facts(entry: Entry) -> dict[str, object]:
         "bytes": entry.nbytes,
         "weights_bytes": entry.shared,
         "weights_inode": entry.inode,
+        "pages_bytes": sum(cache.nbytes for cache in page_cache.stored() if cache.path == own),
         "in_use": entry.in_use,
         "outdated": entry.outdated,
     }
@@ -111,21 +114,35 @@ def _listing(found: list[Entry], whole: bool) -> str:
     if not whole and not found:
         return "no model is in use"
     if not found:
-        return f"{place}: no models{_downloads()}"
+        return f"{place}: no models{_pages()}{_downloads()}"
     links = Counter(entry.inode for entry in found)
     rows = []
     for entry in found:
         shared = f" (shared by {links[entry.inode]})" if links[entry.inode] > 1 else ""
         state = ", ".join(word for word, holds in (("in use", entry.in_use), ("outdated", entry.outdated)) if holds)
-        used = datetime.fromtimestamp(entry.used).strftime("%Y-%m-%d %H:%M")
         ctx = entry.recipe.ctx or "default" if entry.recipe else ""
         weights = display.size(entry.shared) + shared
-        rows.append([entry.name, ctx, weights, display.size(entry.nbytes), used, state])
+        rows.append([entry.name, ctx, weights, display.size(entry.nbytes), _time(entry.used), state])
     table = display.table(["model", "ctx", "weights", "kernels etc.", "last use", ""], rows, right=(1, 3))
     unused = whole and sum(nbytes for _, nbytes in model_cache.unused_weights())
     more = f", {display.size(unused)} of weights that no model has (prune removes them)" if unused else ""
     models = f"{len(found)} model{'s' * (len(found) > 1)}"
-    return f"{table}{models}, {display.size(model_cache.total(found))}{more}, in {place}{_downloads() if whole else ''}"
+    others = _pages() + _downloads() if whole else ""
+    return f"{table}{models}, {display.size(model_cache.total(found))}{more}, in {place}{others}"
+
+
+def _pages() -> str:
+    """What is kept of KV caches: lines after those of the models."""
+    found = page_cache.stored()
+    rows = "".join(
+        f"\n  {cache.name or cache.folder.name} ({display.size(cache.nbytes)}, last used {_time(cache.used)})"
+        for cache in found
+    )
+    return f"\nKV caches, in {page_files.pages_directory()}:{rows}" if found else ""
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
 
 
 def _downloads() -> str:
@@ -138,19 +155,25 @@ def _downloads() -> str:
 # ---- rm, prune
 
 
-def _remove(chosen: list[Entry], dry_run: bool) -> None:
-    """Says on stdout what is removed, on stderr what is in use."""
-    before = _disk()
+def _remove(chosen: list[Entry], dry_run: bool, age: float | None = None) -> None:
+    """Says on stdout what is removed, on stderr what is in use. age: of KV caches, too."""
+    before, removed = _disk(), []
     for entry in chosen:
         if entry.in_use if dry_run else not model_cache.remove(entry):
             display.message(f"{entry.name} is in use: it stays")
         else:
+            removed.append(entry.folder)
             print(f"{'would remove' if dry_run else 'removed'} {entry.name}")
+    if pages := page_cache.unneeded(removed, age):
+        count = display.size(sum(file.nbytes for file in pages))
+        print(f"{'would remove' if dry_run else 'removed'} {count} of KV caches")
     if not dry_run:
         model_cache.drop_unused_weights()
+        page_cache.drop(pages)
         print(f"{display.size(before - _disk())} freed")
 
 
 def _disk() -> int:
-    """Bytes of all models and weights."""
-    return model_cache.total(model_cache.entries()) + sum(nbytes for _, nbytes in model_cache.unused_weights())
+    """Bytes of all models, weights and KV caches."""
+    weights = sum(nbytes for _, nbytes in model_cache.unused_weights())
+    return model_cache.total(model_cache.entries()) + weights + page_cache.total()

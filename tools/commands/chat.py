@@ -32,17 +32,17 @@ def run(
     """
     text, wanted = texts.given(prompt, file), AnswerGrammar(grammar)
     pictures = texts.pictures(image)
-    engine = models.load_engine(load)
-    from mlc_amd.tools.terminal import session as sessions
+    with models.load_engine(load) as engine:  # what is to be written of the cache is written at the end
+        from mlc_amd.tools.terminal import session as sessions
 
-    conversation = engine.conversation(system, None, options.on_full, options.thinking, **sampling)
-    interactive = text is None and terminal.is_terminal(sys.stdin) and terminal.is_terminal(sys.stdout)
-    session = sessions.Session(conversation, options, interactive)
-    session.add_images(pictures)
-    with wanted.of(engine) as conversation.constrain:
-        if interactive:
-            sessions.interact(session)
-        elif text is None:
-            sessions.follow(session, texts.stdin())
-        else:
-            session.answer(text)
+        conversation = engine.conversation(system, None, options.on_full, options.thinking, **sampling)
+        interactive = text is None and terminal.is_terminal(sys.stdin) and terminal.is_terminal(sys.stdout)
+        session = sessions.Session(conversation, options, interactive)
+        session.add_images(pictures)
+        with wanted.of(engine) as conversation.constrain:
+            if interactive:
+                sessions.interact(session)
+            elif text is None:
+                sessions.follow(session, texts.stdin())
+            else:
+                session.answer(text)

@@ -27,10 +27,9 @@ from mlc_amd.runtime.artifact.manifest import MANIFEST
 from mlc_amd.runtime.artifact.weight_block import TensorSpec
 from mlc_amd.runtime.artifact.weights_file import Weights, WeightsWriter
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.folders import temporary
+from mlc_amd.runtime.folders import cache_directory, temporary
 from mlc_amd.tools.bundles import archive, wheels
 from mlc_amd.tools.bundles.archive import Entry
-from mlc_amd.tools.hub import model_cache
 from mlc_amd.tools.options import KeptWeights
 from mlc_amd.tools.terminal import display, terminal
 
@@ -182,7 +181,7 @@ def contents(model: Artifact, destination: Destination, weightless: bool, python
     """Every file of the bundle."""
     kind = model.manifest["target"]["kind"]
     names = (*PACKAGES, *TARGET_PACKAGES[kind], *(SEEING_PACKAGES if "vision" in model.manifest else ()))
-    cache = model_cache.cache_directory() / "wheels"
+    cache = cache_directory() / "wheels"
     wheels.fetch(names, pythons, cache)
     library = {**wheels.site_packages(names, pythons, cache), **_sources(names)}
     digest = hashlib.sha256()

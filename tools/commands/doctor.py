@@ -11,11 +11,10 @@ from json import dumps
 
 from mlc_amd.runtime import extras
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.folders import temporary
+from mlc_amd.runtime.folders import cache_directory, temporary
 from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.tools.checks import doctor_vulkan, machine
 from mlc_amd.tools.checks.doctor_vulkan import Check
-from mlc_amd.tools.hub import model_cache
 from mlc_amd.tools.measure import bandwidth
 from mlc_amd.tools.options import Json
 from mlc_amd.tools.terminal import display
@@ -85,7 +84,7 @@ def _try_cpu_target() -> str | None:
 
 
 def _cache_facts() -> dict[str, object]:
-    place = model_cache.cache_directory()
+    place = cache_directory()
     files = [file.stat() for file in place.rglob("*") if file.is_file()]
     # models share weights by links to one file
     return {"path": str(place), "bytes": sum({status.st_ino: status.st_size for status in files}.values())}

@@ -17,7 +17,17 @@ from mlc_amd.tools.terminal.texts import read_text
 
 # Options that are about a cache, or several GPUs
 NOT_OF_ENCODERS = Without(
-    "tuned", "kv_tokens", "kv_memory", "kv_type", "draft", "n_cpu_moe", "split", "gpus", "devices", "tensor_split"
+    "tuned",
+    "kv_tokens",
+    "kv_memory",
+    "cache_disk",
+    "kv_type",
+    "draft",
+    "n_cpu_moe",
+    "split",
+    "gpus",
+    "devices",
+    "tensor_split",
 )
 Texts = Annotated[tuple[str, ...], Option("a text; may be repeated")]
 Truncate = Annotated[bool, Option("cut texts that are longer than the model takes, instead of refusing them")]

@@ -25,7 +25,7 @@ def run(
     quiet: Quiet = False,
     grammar: GrammarOptions,
     sampling: SamplingFlags,
-    load: Annotated[LoadOptions, Without("tuned", "kv_tokens")],
+    load: Annotated[LoadOptions, Without("tuned", "kv_tokens", "cache_disk")],
 ) -> None:
     """Continues a text. Only the continuation goes to stdout, as it is made.
 

@@ -35,7 +35,7 @@ def run(
     logits: str | None = None,
     image: str | None = None,
     json: Json = False,
-    load: Annotated[LoadOptions, Without("model", "tuned", "kv_tokens", "draft")],
+    load: Annotated[LoadOptions, Without("model", "tuned", "kv_tokens", "cache_disk", "draft")],
 ) -> None:  # fmt: skip
     """Measures the perplexity of a model on the tokens of a text, in one window.
 

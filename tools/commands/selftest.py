@@ -46,7 +46,8 @@ def run(
         "about how long the test may take; kernels that there is no time for are listed as not run; 0: no limit",
         unit="seconds", low=0, high=MANY)] = 60,
     whole_model: bool = False,
-    load: Annotated[LoadOptions, Without("tuned", "verify", "n_cpu_moe", "kv_tokens", "kv_memory", "draft")],
+    load: Annotated[LoadOptions, Without(
+        "tuned", "verify", "n_cpu_moe", "kv_tokens", "kv_memory", "cache_disk", "draft")],
 ) -> None:  # fmt: skip
     """Compares every kernel of a model on this machine's device with reference results, and prints what is wrong, what
     is fast and what is slow. Exits with 1 if anything is wrong, or if no kernel was compared.

@@ -49,6 +49,8 @@ def run(
     wanted = (module for module, used in optional.items() if used)
     for module in ("starlette", "uvicorn", "httptools", "prometheus_client", *wanted):
         extras.require(module)
+    if options.slot_save_path is not None and not Path(options.slot_save_path).is_dir():
+        raise UsageError(f"--slot-save-path {options.slot_save_path}: there is no such folder")
     if not on_ray and options.replicas is not None:
         raise UsageError("--replicas is for --ray: say on which cluster")
     if on_ray and (options.uds is not None or options.port == 0):

@@ -28,15 +28,9 @@ from mlc_amd.runtime.artifact.artifact import WEIGHTS
 from mlc_amd.runtime.artifact.manifest import MANIFEST
 from mlc_amd.runtime.artifact.memory import CONTEXT_STEP
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.folders import alone, lock, scratch, sweep
+from mlc_amd.runtime.folders import alone, cache_directory, lock, scratch, sweep
 from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.runtime.options import CompileOptions
-
-
-def cache_directory() -> Path:
-    """Where everything is cached."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "mlc-amd"
 
 
 def models_directory() -> Path:

@@ -231,7 +231,7 @@ def seeing_artifact_path(options: LoadOptions) -> Path:
 
 def load_engine(options: LoadOptions, synthetic: str | None = None, kv: KvSize | None = None) -> Engine:
     """An Engine for the options' model, or for the `synthetic` one of that spec. kv: as of `Engine.load`."""
-    KvSize.of(options.kv_tokens, options.kv_memory)  # UsageError before anything is compiled
+    _check_sizes(options)
     path = artifact_path(options, synthetic)
     from mlc_amd.runtime.engine.engine import Engine
     from mlc_amd.runtime.speculation.draft_model import LOOKUP, OWN
@@ -240,6 +240,12 @@ def load_engine(options: LoadOptions, synthetic: str | None = None, kv: KvSize |
         draft = replace(options, model=options.draft, mmproj=None, no_mmproj=True)
         options = replace(options, draft=artifact_path(draft))
     return Engine.load(path, options, kv)
+
+
+def _check_sizes(options: LoadOptions) -> None:
+    """UsageError before anything is compiled."""
+    KvSize.of(options.kv_tokens, options.kv_memory)
+    _ = options.disk_bytes
 
 
 def load_encoder(options: LoadOptions, synthetic: str | None = None) -> Encoder:
@@ -252,7 +258,7 @@ def load_encoder(options: LoadOptions, synthetic: str | None = None) -> Encoder:
 
 def load_any(options: LoadOptions) -> Engine | Encoder:
     """An Engine for the options' model, or an Encoder if it is one."""
-    KvSize.of(options.kv_tokens, options.kv_memory)
+    _check_sizes(options)
     path = artifact_path(options)
     from mlc_amd.runtime.artifact.artifact import Artifact
 

@@ -197,6 +197,8 @@ class Answering(AsyncIterator[list[forms.Event]]):
         try:
             if self._generation is not None:
                 await self._generation.aclose()
+                if sequences := self._generation.sequences:
+                    self.model.slots[self.request.slot] = sequences[-1]
                 for stats in self._generation.answers:
                     self._told(self.model.name, stats)
         finally:

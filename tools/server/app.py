@@ -21,6 +21,7 @@ from mlc_amd.tools.server.apis import (
     anthropic,
     embeddings,
     llama_server,
+    llama_slots,
     ollama,
     openai_chat,
     openai_completions,
@@ -75,6 +76,7 @@ ROUTES = (
     ("/completion", "POST", llama_server.completion),
     ("/completions", "POST", llama_server.completion),
     ("/infill", "POST", llama_server.infill),
+    ("/slots/{number:int}", "POST", llama_slots.slot),
     # OpenAI's, for clients whose address has no /v1, as llama-server takes them.
     ("/models", "GET", llama_server.models),
     ("/chat/completions", "POST", openai_chat.chat_completions),

@@ -53,6 +53,7 @@ class AnswerRequest:
     context         tokens of a prompt and its answer together; None: as many as the model's context has
     progress        there are events that say how far prompts are
     client          whoever asks: the scheduler is fair between clients
+    slot            the number that stands for its tokens, for what is done with them later
     """
 
     model: str = ""
@@ -69,6 +70,7 @@ class AnswerRequest:
     context: int | None = None
     progress: bool = False
     client: Hashable = None
+    slot: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,8 @@ class TextRequest(AnswerRequest):
     echo: bool = False
     prompt_logprobs: int | None = None
 
+
+MOST_SLOTS = 64
 
 # ---- events of an answer
 

@@ -29,6 +29,7 @@ _TYPES = {
     413: ("invalid_request_error", "request_too_large"),
     415: ("invalid_request_error", "invalid_request_error"),
     500: ("server_error", "api_error"),
+    501: ("not_supported_error", "api_error"),
     503: ("overloaded_error", "overloaded_error"),
     504: ("timeout_error", "timeout_error"),
 }

@@ -19,6 +19,7 @@ from mlc_amd.runtime.engine.encoder import Encoder
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError, shorten
 from mlc_amd.runtime.grammars.grammars import Grammars
+from mlc_amd.runtime.images.rows import Prompt
 from mlc_amd.runtime.text import reasoning
 from mlc_amd.runtime.text.chat_template import ChatTemplate
 from mlc_amd.tools.server.chat_request import TokenLogprob
@@ -62,7 +63,8 @@ class LoadedEncoder(Loaded):
 
 
 class LoadedModel(Loaded):
-    """A model that generates text. urls: whether it fetches images of the web."""
+    """A model that generates text. urls: whether it fetches images of the web. slots: the tokens of the last request of
+    each number (`AnswerRequest.slot`), and of its answer."""
 
     engine: Engine
     cannot = "generates text: it makes no embeddings and ranks no texts"
@@ -82,6 +84,7 @@ class LoadedModel(Loaded):
         )  # fmt: skip
         for template in (engine.chat_template, self.tool_template):
             template.start()
+        self.slots: dict[int, Prompt] = {}
         self._lock = threading.Lock()
         self._grammars: Grammars | None = None
 

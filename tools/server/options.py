@@ -36,6 +36,9 @@ class ServeOptions(Checked):
         "fetch images whose http or https URL a request has, from public addresses only")] = False  # fmt: skip
     timeout: Annotated[float, Option(
         "time that an answer may take; 0: any time", unit="seconds", low=0, high=MANY)] = 600.0  # fmt: skip
+    slot_save_path: Annotated[str | None, Option(
+        "folder of the files that /slots/ID?action=save writes and restore reads", default="no such requests",
+    )] = None  # fmt: skip
     quiet: Quiet = False
     ray: Annotated[str | None, Option(
         "deploy the server on this Ray cluster: auto (the one that this machine belongs to), HOST:PORT, "

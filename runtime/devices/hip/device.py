@@ -17,6 +17,7 @@ import numpy as np
 
 from mlc_amd.runtime.artifact.io_names import ENCODED, launches_before_late
 from mlc_amd.runtime.artifact.manifest import is_encoder
+from mlc_amd.runtime.cache.cache_types import page_parts
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.cache.sequence import ChunkRows
 from mlc_amd.runtime.devices.handover import Handover
@@ -48,7 +49,7 @@ class HipDevice(QueuedDevice):
     or part of its name. n_cpu_moe: layers whose experts stay in host memory, where the GPU reads them across the bus;
     ignored for an APU. kv: size of the cache. bindings: a substitute for AMD's package."""
 
-    kind = "rocm"
+    kind, on_host = "rocm", False
 
     def __init__(
         self,
@@ -306,6 +307,22 @@ class HipDevice(QueuedDevice):
         array = self.memory.fetch(name, rows, first)
         self._wait()
         return array
+
+    def page_parts(self, span: int) -> list[tuple[str, int]]:
+        return page_parts(self.manifest, span)
+
+    def _page_places(self, span: int, pages: Sequence[int]) -> list[tuple[str, int, int]]:
+        """Where these pages are."""
+        parts = self.page_parts(span)
+        return [(name, page * count, count) for page in pages for name, count in parts]
+
+    def read_pages(self, span: int, pages: Sequence[int]) -> np.ndarray:
+        with self._usable("reading the cache"):
+            return self.memory.read_parts(self._page_places(span, pages)).reshape(len(pages), -1).copy()
+
+    def write_pages(self, span: int, pages: Sequence[int], contents: np.ndarray) -> None:
+        with self._usable("writing the cache"):
+            self.memory.write_parts(self._page_places(span, pages), contents)
 
     def clear(self) -> None:
         with self._usable("clearing the cache"):

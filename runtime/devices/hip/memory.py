@@ -7,7 +7,7 @@ done.
 
 import ctypes
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import cycle
@@ -97,6 +97,7 @@ class HipMemory:
         ]
         _, self._input_bytes, self.written_bytes, self._results_at = begins
         self.result_bytes = io_bytes - self._results_at
+        self._moved = np.empty(0, np.uint8)  # pinned memory through which pages of caches go
         self._stale: dict[str, int] = {}  # tables of which the GPU has old rows, and their number
         sizes = {
             "weights": weight_bytes,
@@ -260,6 +261,32 @@ class HipMemory:
     def _fetch(self, at: int, count: int, target: int) -> None:
         kind = self.hip.names.hipMemcpyKind.hipMemcpyDeviceToHost
         self.hip("hipMemcpyAsync", target, self.blocks["io"][0] + at, count, kind, self.stream)
+
+    def read_parts(self, parts: Sequence[tuple[str, int, int]]) -> np.ndarray:
+        """Parts of caches (name, offset, bytes), one after the other, uint8, in memory that the next call overwrites.
+        Waits for what the stream has."""
+        return self._move(parts, np.empty(sum(count for *_, count in parts), np.uint8), written=False)
+
+    def write_parts(self, parts: Sequence[tuple[str, int, int]], source: np.ndarray) -> None:
+        """The reverse."""
+        self._move(parts, source, written=True)
+
+    def _move(self, parts: Sequence[tuple[str, int, int]], host: np.ndarray, written: bool) -> np.ndarray:
+        if self._moved.nbytes < host.nbytes:
+            nbytes = 1 << (host.nbytes - 1).bit_length()
+            self._moved = _bytes(self._host_block(nbytes), nbytes)
+        pinned, at, kinds = self._moved[: host.nbytes], 0, self.hip.names.hipMemcpyKind
+        if written:
+            pinned[:] = host.reshape(-1)
+        for name, offset, count in parts:
+            device, own = self.blocks["kv"][0] + self._kv_at[name] + offset, pinned.ctypes.data + at
+            if written:
+                self.hip("hipMemcpyAsync", device, own, count, kinds.hipMemcpyHostToDevice, self.stream)
+            else:
+                self.hip("hipMemcpyAsync", own, device, count, kinds.hipMemcpyDeviceToHost, self.stream)
+            at += count
+        self.hip("hipStreamSynchronize", self.stream)
+        return pinned
 
     def upload(self) -> None:
         """Reads the weights, to where kernels find them if that is host memory; else through pinned memory, one chunk

@@ -6,7 +6,7 @@ memory get the weights there, once; others may leave experts there (n_cpu_moe).
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ import numpy as np
 from mlc_amd.runtime.artifact.io_names import launches_before_late
 from mlc_amd.runtime.artifact.memory import RING, gib, host_shortage, of_manifest, on_host, shortage
 from mlc_amd.runtime.artifact.weight_block import byte_count
-from mlc_amd.runtime.cache.cache_types import kv_bytes, kv_types
+from mlc_amd.runtime.cache.cache_types import kv_bytes, kv_types, page_parts
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices.choice import selection
 from mlc_amd.runtime.devices.handover import Handover
@@ -29,7 +29,15 @@ from mlc_amd.runtime.devices.vulkan.commands import VulkanLaunch, prepare
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.gpu import Instance, choose
 from mlc_amd.runtime.devices.vulkan.io import Io
-from mlc_amd.runtime.devices.vulkan.memory import ALIGN, BLOCK, MemoryBlock, OutOfMemory, VulkanMemory, places
+from mlc_amd.runtime.devices.vulkan.memory import (
+    ALIGN,
+    BLOCK,
+    BlockPart,
+    MemoryBlock,
+    OutOfMemory,
+    VulkanMemory,
+    places,
+)
 from mlc_amd.runtime.devices.vulkan.pipelines import BasedPipelines, Pipelines, cache_file
 from mlc_amd.runtime.devices.vulkan.profile import without_lanes
 from mlc_amd.runtime.devices.vulkan.replays import Replays
@@ -101,6 +109,7 @@ class VulkanDevice(QueuedDevice):
         needs = {profile: target["needs"][profile] for profile in target["archs"]}
         self.gpu, self.code_arch = choose(instance.gpus, needs, index)
         self.name = f"{self.gpu.name} ({self.code_arch})"
+        self.on_host = self.gpu.type == "cpu"
         if self.gpu.type == "cpu" and not selection(index):
             log.warning(
                 "no GPU that can run this model: %s runs on the CPU, slowly; see `mlc-amd doctor`", self.gpu.name
@@ -286,6 +295,24 @@ class VulkanDevice(QueuedDevice):
     def clear(self) -> None:
         with self._usable("clearing the cache"):
             self.memory.fill(self._kv_blocks)
+
+    def page_parts(self, span: int) -> list[tuple[str, int]]:
+        return page_parts(self.manifest, span)
+
+    def _page_places(self, span: int, pages: Sequence[int]) -> list[BlockPart]:
+        """Where these pages are."""
+        parts = [(*self._kv[name], count) for name, count in self.page_parts(span)]
+        return [(block, offset + page * count, count) for page in pages for block, offset, count in parts]
+
+    def read_pages(self, span: int, pages: Sequence[int]) -> np.ndarray:
+        with self._usable("reading the cache"):
+            contents = self.memory.gather(self._page_places(span, pages)) if self.page_parts(span) else b""
+            return np.frombuffer(contents, np.uint8).reshape(len(pages), -1)
+
+    def write_pages(self, span: int, pages: Sequence[int], contents: np.ndarray) -> None:
+        with self._usable("writing the cache"):
+            if contents.size:
+                self.memory.scatter(self._page_places(span, pages), contents.reshape(-1))
 
     def time(self, function: str) -> list[tuple[str, float, float]]:
         """See `Replays.time`. UserError without timestamps."""

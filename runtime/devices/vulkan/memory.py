@@ -1,11 +1,12 @@
 """Memory of a Vulkan device: blocks that kernels reach by address, within the limits of heaps and drivers.
 
 `VulkanMemory.block` allocates one, of a kind of KINDS, `spread` some for many buffers, none of which is split;
-`imported` makes one of memory that is there. `load`, `put` and `fill` write to them, `get` reads.
+`imported` makes one of memory that is there. `load`, `put`, `scatter` and `fill` write to them, `get` and `gather`
+read.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -86,6 +87,9 @@ class MemoryBlock:
         return np.ctypeslib.as_array(raw).view(dtype).reshape(shape)
 
 
+BlockPart = tuple[MemoryBlock, int, int]  # a block, an offset in it, a number of bytes
+
+
 def places(sizes: dict, limit: int) -> tuple[dict, list[int]]:
     """Buffers one after the other in blocks of at most `limit` bytes (more if one buffer alone is larger). Returns
     {name: (block, offset)} and the blocks' sizes."""
@@ -108,6 +112,7 @@ class VulkanMemory:
         self._used = [0] * len(self.gpu.heaps)
         self._staging: list[tuple[MemoryBlock, int]] = []  # with the command buffer that copies from it
         self._read: MemoryBlock | None = None
+        self._written: MemoryBlock | None = None
 
     def free(self) -> list[int]:
         """Bytes of each heap that this process may still take."""
@@ -224,24 +229,57 @@ class VulkanMemory:
 
     def get(self, block: MemoryBlock, offset: int, nbytes: int) -> bytes:
         """Bytes of a block, through host memory, which the next call overwrites."""
-        if self._read is None or self._read.nbytes < nbytes:
-            self._read = self.block(nbytes, "output")
-        staging = self._read
+        return self.gather([(block, offset, nbytes)])
+
+    def gather(self, parts: Sequence[BlockPart]) -> bytes:
+        """`get` of parts of blocks, one after the other."""
+        nbytes = sum(count for *_, count in parts)
+        staging = self._read = self._at_least(self._read, nbytes, "output")
 
         def record(commands: int) -> None:
-            region = api.BufferCopy(offset, 0, nbytes)
             everything = api.COMPUTE | api.TRANSFER
             written = api.SHADER_WRITE | api.TRANSFER_WRITE
             self.context.barrier(commands, (everything, api.TRANSFER), (written, api.TRANSFER_READ))
-            self.context.calls.vkCmdCopyBuffer(commands, block.buffer, staging.buffer, 1, ctypes.byref(region))
+            for buffer, regions in _regions(parts).items():
+                self._copy_regions(commands, buffer, staging.buffer, regions)
             self.context.barrier(commands, (api.TRANSFER, api.HOST), (api.TRANSFER_WRITE, api.HOST_READ))
 
         self.context.once(record)
         self.invalidate(staging)
         return ctypes.string_at(staging.mapped, nbytes)
 
+    def scatter(self, parts: Sequence[BlockPart], source: np.ndarray) -> None:
+        """Copies a uint8 array to parts of blocks, one after the other."""
+        staging = self._written = self._at_least(self._written, source.nbytes, "staging")
+        staging.view(0, np.uint8, (source.nbytes,))[:] = source
+
+        def record(commands: int) -> None:
+            for buffer, regions in _regions(parts).items():
+                self._copy_regions(commands, staging.buffer, buffer, [(at, to, count) for to, at, count in regions])
+
+        self.context.once(record)
+
+    def _copy_regions(self, commands: int, source: int, target: int, regions: Sequence[tuple[int, int, int]]) -> None:
+        """Between buffers; regions: (offset in the source, offset in the target, bytes) of each."""
+        array = np.array(regions, np.uint64)
+        self.context.calls.vkCmdCopyBuffer(commands, source, target, len(array), array.ctypes.data)
+
+    def _at_least(self, block: MemoryBlock | None, nbytes: int, kind: str) -> MemoryBlock:
+        """The block, or one that is large enough."""
+        return block if block and block.nbytes >= nbytes else self.block(1 << (nbytes - 1).bit_length(), kind)
+
     def invalidate(self, block: MemoryBlock) -> None:
         """Before the host reads what the GPU wrote: needed where the memory is not coherent."""
         if not block.flags & api.HOST_COHERENT:
             one = api.MappedRange(memory=block.memory, offset=0, size=api.FOREVER)
             self.context.calls.vkInvalidateMappedMemoryRanges(self.context.device, 1, ctypes.byref(one))
+
+
+def _regions(parts: Sequence[BlockPart]) -> dict[int, list[tuple[int, int, int]]]:
+    """By buffer: (offset in it, offset among the parts one after the other, bytes)."""
+    found: dict[int, list[tuple[int, int, int]]] = {}
+    at = 0
+    for block, offset, count in parts:
+        found.setdefault(block.buffer, []).append((offset, at, count))
+        at += count
+    return found

@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import hashlib
 import logging
-import os
 import uuid
 from collections.abc import Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from typing import TypeVar
 from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.reconvergence import reconverging
+from mlc_amd.runtime.folders import cache_directory
 from mlc_amd.runtime.host import available_threads
 
 THREADS = 8  # more do not help: drivers serialize on a lock
@@ -103,8 +103,7 @@ class BasedPipelines:
 
 
 def cache_file(gpu) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "mlc-amd" / f"pipelines-{gpu.cache_uuid.hex()}-{gpu.driver_version:x}.bin"
+    return cache_directory() / f"pipelines-{gpu.cache_uuid.hex()}-{gpu.driver_version:x}.bin"
 
 
 def _read(file: Path) -> bytes:

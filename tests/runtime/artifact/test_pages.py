@@ -176,9 +176,9 @@ def test_a_prefix_is_usable_if_windowed_groups_have_what_the_next_row_sees():
     for _ in range(4):
         chain.append(digest(chain[-1], [1] * PAGE))
     for i, known in enumerate(chain[:4]):
-        index.add(known, 0, index._pools[0].allocate())
+        index.add(known, 0, index.pools[0].allocate())
         if i in (1, 2):
-            index.add(known, 100, index._pools[100].allocate())
+            index.add(known, 100, index.pools[100].allocate())
     # After n pages a row sees the last 99 keys, that is, two pages: those of n = 3 are there.
     assert [index.usable(chain[:n]) for n in range(6)] == [0, 0, 0, 3, 3, 3]
 

@@ -358,3 +358,14 @@ def test_apu_out_of_memory_explains_its_limits(artifact, monkeypatch):
         match=r"0\.5 GiB carved out in the BIOS setup or 8\.0 GiB of the system's memory .*ttm\.pages_limit=\d+",
     ):
         HipDevice(artifact("gfx1100"), bindings=bindings)
+
+
+def test_pages_are_read_and_written(artifact):
+    device = HipDevice(artifact("gfx1100"), bindings=Recorder(KERNELS))
+    (part,) = device.page_parts(0)
+    assert part == ("cache", PAGE * WIDTH * 4)
+    contents = np.random.default_rng(1).integers(0, 256, (2, part[1]), np.uint8)
+    device.write_pages(0, [2, 1], contents)
+    assert (device.read_pages(0, [1, 2, 3]) == [*contents[::-1], np.zeros(part[1])]).all()
+    device.write_pages(0, [3], contents[:1])  # through the memory that is there
+    assert (device.read_pages(0, [3, 1]) == contents).all()

@@ -2,12 +2,16 @@
 running full."""
 
 import json
+import shutil
 
 import pytest
 
+from mlc_amd.runtime.cache.pages import PAGE
 from mlc_amd.runtime.engine.chat import Conversation
+from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.engine.generation import ContextFull
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import RunOptions
 from mlc_amd.runtime.sampling.settings import Sampling
 from mlc_amd.runtime.text.chat_template import ChatTemplate
 
@@ -194,3 +198,23 @@ def test_saving_replaces_a_file_whole_or_not_at_all(engine, tmp_path):
 def test_an_unknown_way_to_handle_a_full_context_is_an_error(engine):
     with pytest.raises(UserError, match="error or drop"):
         Conversation(engine, on_full="forget")
+
+
+def test_a_saved_conversation_keeps_its_cache(demo_artifact, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    path, options = tmp_path / "talk.json", RunOptions(threads=2, cache_disk="1G")
+    with Engine.load(demo_artifact, options) as engine:
+        conversation = engine.conversation(temperature=0.0)
+        conversation.ask("What does os.path.join do? " * 10, max_tokens=8)
+        conversation.save(path)
+    shutil.rmtree(tmp_path / "caches")  # as if it had been evicted
+    assert path.with_name("talk.json.cache").stat().st_mode & 0o777 == 0o600
+    for damaged in (False, True):
+        if damaged:
+            path.with_name("talk.json.cache").write_bytes(b"damaged")
+        with Engine.load(demo_artifact, options) as engine:
+            conversation = engine.conversation(temperature=0.0)
+            conversation.load(path)
+            conversation.ask("And os.path.split?", max_tokens=4)
+            assert (conversation.stats.cached_tokens >= PAGE) != damaged
+        shutil.rmtree(tmp_path / "caches")

@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 from few_functions import few_functions
 
@@ -20,13 +21,14 @@ from mlc_amd.compiler.gguf import synthetic, write_gguf
 from mlc_amd.compiler.tuning.database import Database, Record
 from mlc_amd.compiler.weight_store import WeightStore
 from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.cache.page_files import PageFiles
 from mlc_amd.runtime.devices.hip import gpu
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import CompileOptions, LoadOptions
 from mlc_amd.schedules.operators import from_json
 from mlc_amd.schedules.space import space
 from mlc_amd.tools import cli
-from mlc_amd.tools.hub import model_cache, models
+from mlc_amd.tools.hub import model_cache, models, page_cache
 
 SPEC = "tiny:q4_0"
 
@@ -196,6 +198,28 @@ def test_list_and_removal(two, cache, capsys):
     assert "0 B freed" not in capsys.readouterr().out and not two[0].exists() and weights_of(two[1]).st_nlink == 2
     assert cli.main(["cache", "rm", "tiny-*"]) == 0
     assert [file for file in cache.rglob("*") if file.is_file()] == []
+
+
+def test_kv_caches_go_with_their_models(two, cache, capsys):
+    for number, (path, name) in enumerate([(two[0], "first"), (two[1], "second"), (cache / "gone", "third")]):
+        files = PageFiles(bytes([number]) * 16, {"name": name, "path": str(path.resolve())}, 1 << 30)
+        files.write(bytes(16), np.zeros(5000, np.uint8))
+
+    def left() -> list[str]:
+        return sorted(one.name for one in page_cache.stored())
+
+    capsys.readouterr()
+    assert cli.main(["cache"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"{name} (8.00 KiB, last used" in shown for name in left())
+    assert cli.main(["cache", "ls", "--json"]) == 0
+    assert {one["pages_bytes"] for one in json.loads(capsys.readouterr().out)} == {8192}
+    assert cli.main(["cache", "prune", "--dry-run"]) == 0 and left() == ["first", "second", "third"]
+    assert cli.main(["cache", "prune"]) == 0 and left() == ["first", "second"]
+    assert cli.main(["cache", "rm", two[0].name]) == 0 and left() == ["second"]
+    for file in page_cache.stored()[0].files:
+        os.utime(file.path, (0, 0))
+    assert cli.main(["cache", "prune", "--older", "365d"]) == 0 and left() == []
 
 
 def test_prune_keeps_what_was_used_last(two, gguf, cache, capsys):

@@ -3,7 +3,7 @@
 Sampling parameters that a request leaves out are the model's own. Extensions, by their names in llama.cpp and vLLM:
 top_k, min_p, repetition_penalty (repeat_penalty), repetition_window (repeat_last_n), min_tokens, ignore_eos, n_predict
 (max_tokens), stop_token_ids, include_stop_str_in_output, skip_special_tokens. Fields that choose how a server works,
-such as cache_prompt or id_slot, have no effect.
+such as cache_prompt, have no effect. id_slot: see llama_slots.py.
 """
 
 import time
@@ -17,7 +17,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.sampling.philox import SEED_BITS
 from mlc_amd.runtime.sampling.settings import LARGEST_BIAS, Sampling, SamplingChanges
 from mlc_amd.tools.server.answering import Answering
-from mlc_amd.tools.server.chat_request import Event, Finish, Progress, TokenLogprob
+from mlc_amd.tools.server.chat_request import MOST_SLOTS, Event, Finish, Progress, TokenLogprob
 from mlc_amd.tools.server.errors import ApiError, invalid
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.formats import answer_format
@@ -48,6 +48,7 @@ def common(fields: Fields, client: str, least: int = 1) -> dict[str, Any]:
         # Whether chunks say how far the prompt is, as llama-server's.
         "progress": fields.flag("return_progress") and fields.flag("stream"),
         "client": client,
+        "slot": max(fields.whole("id_slot", -1, MOST_SLOTS - 1) or 0, 0),
     }
 
 

@@ -1,0 +1,94 @@
+"""The pages of one sequence in a file of its own: records (page_files.py) one after the other, after a table of them.
+
+    HEADER     of page_files.py; its key is the model's id, its contents are the table
+    the table  JSON: {"tokens": of the sequence, "pages": [[key in hexadecimal, bytes], ..]}
+    records
+
+There are no tokens in it, only digests.
+"""
+
+import json
+import os
+import stat
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from mlc_amd.runtime.cache.page_files import HEADER, header_of, read_record, write_all
+from mlc_amd.runtime.errors import UserError
+
+_LARGEST = 64 << 20  # bytes of a table
+
+
+class _Table(msgspec.Struct):
+    tokens: int
+    pages: list[tuple[str, int]]
+
+
+class SavedSize(NamedTuple):
+    """nbytes: of the file."""
+
+    tokens: int
+    nbytes: int
+
+
+def write_saved(
+    path: Path, model: bytes, tokens: int, pages: Sequence[tuple[bytes, int]], contents: Iterable[np.ndarray]
+) -> SavedSize:
+    """pages: key and bytes of each. UserError where it cannot be written; then a file that was there stays."""
+    table = json.dumps({"tokens": tokens, "pages": [(key.hex(), nbytes) for key, nbytes in pages]}).encode()
+    head = np.frombuffer(table, np.uint8)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                write_all(file, [header_of(model, head), table])
+                for (key, _), one in zip(pages, contents, strict=True):
+                    write_all(file, [header_of(key, one), one.data])
+                size = os.fstat(file).st_size
+            finally:
+                os.close(file)
+            temporary.rename(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot save the cache to {path}: {error.strerror}; choose another file") from error
+    return SavedSize(tokens, size)
+
+
+class SavedPages:
+    """A `PageSource`. UserError for a file that is not one of this model. size: of all of it."""
+
+    def __init__(self, path: Path, model: bytes) -> None:
+        try:
+            self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}; give a file with a saved cache") from error
+        self.close = weakref.finalize(self, os.close, self._file)
+        status = os.fstat(self._file)
+        head = os.pread(self._file, HEADER.size, 0) if stat.S_ISREG(status.st_mode) else b""
+        nbytes = HEADER.unpack(head)[2] if len(head) == HEADER.size else _LARGEST + 1
+        table = read_record(self._file, 0, model, nbytes) if nbytes <= min(_LARGEST, status.st_size) else None
+        if table is None:
+            raise UserError(f"{path} has no cache of this model that could be used, or is damaged")
+        found, at = msgspec.json.decode(table.tobytes(), type=_Table), HEADER.size + nbytes
+        self.size = SavedSize(found.tokens, status.st_size)
+        self._places: dict[bytes, tuple[int, int]] = {}
+        for key, count in found.pages:
+            self._places[bytes.fromhex(key)] = at, count
+            at += HEADER.size + count
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._places
+
+    def read(self, key: bytes, nbytes: int) -> np.ndarray | None:
+        at, count = self._places.get(key, (0, -1))
+        try:
+            return read_record(self._file, at, key, nbytes) if count == nbytes else None
+        except OSError:
+            return None

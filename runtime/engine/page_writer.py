@@ -1,0 +1,102 @@
+"""Writes pages of the cache to disk, in the background: complete ones, those at the end of sequences, and states.
+
+What is indexed is never changed, so each page is copied some time later, between two steps, unless it was evicted
+meanwhile. While answers are being generated, the thread takes a small share of the time: SHARE of the steps' time, or
+of the cores', where the device computes on the host's.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from mlc_amd.runtime.cache.kv_cache import KvCache
+from mlc_amd.runtime.cache.page_files import PageFiles, PageKeys
+from mlc_amd.runtime.cache.prefixes import PrefixDigest
+from mlc_amd.runtime.engine.step_loop import StepLoop
+from mlc_amd.runtime.errors import MachineError
+
+SHARE = 1 / 48
+_ROUND = 0.001  # seconds of copying between two steps, and one page more
+_MOST = 16  # pages of a round
+_LEAST = 0.002  # seconds that a round counts at least: after it, a device that had steps in advance has none
+
+log = logging.getLogger("mlc_amd")
+
+
+class PageWriter:
+    """An `IndexListener`, called with the step lock held. on_host: see runtime/devices/__init__.py."""
+
+    def __init__(self, loop: StepLoop, cache: KvCache, device, keys: PageKeys, files: PageFiles) -> None:
+        self._loop, self._cache, self._device, self._keys, self._files = loop, cache, device, keys, files
+        self._spans = [*cache.page_tables]
+        self._changed = threading.Condition()
+        self._added: deque[tuple[PrefixDigest, int, int]] = deque()  # in the order in which they are written
+        self._used: deque[list[PrefixDigest]] = deque()  # of complete pages
+        self._closing = self._failed = False
+        self._thread = threading.Thread(target=self._run, name="mlc-amd pages", daemon=True)
+        self._thread.start()
+        cache.index.listener = self
+
+    def added(self, known: PrefixDigest, span: int, page: int) -> None:
+        with self._changed:
+            self._added.append((known, span, page))
+            self._changed.notify()
+
+    def used(self, chain: Sequence[PrefixDigest]) -> None:
+        with self._changed:
+            self._used.append(list(chain))
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Writes what is left, at full speed."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._wait():
+            try:
+                spent = max(self._write(), _LEAST)
+            except MachineError:  # the device is gone
+                return
+            except OSError as error:
+                if not self._failed:
+                    log.warning("cannot write the KV cache to %s: %s", self._files.folder, error.strerror)
+                self._failed = True  # it may work again with the next answer
+                self._added.clear()
+                continue
+            if self._loop.busy:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closing, spent / SHARE - spent)
+
+    def _wait(self) -> bool:
+        """Waits for work; False at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._added or self._used or self._closing)
+            return bool(self._added or self._used)
+
+    def _write(self) -> float:
+        """Writes some pages, or says which were used. Returns the seconds that count."""
+        begun = time.perf_counter()
+        if not self._added:
+            # The first page last: those after it are useless without it.
+            chain = reversed(self._used.popleft())
+            self._files.touch(self._keys.of(known, span) for known in chain for span in self._spans)
+            return time.perf_counter() - begun if self._device.on_host else 0.0
+        copied: list[tuple[bytes, np.ndarray]] = []
+        with self._loop.exclusive():
+            begun = time.perf_counter()
+            while self._added and len(copied) < _MOST and time.perf_counter() - begun < _ROUND:
+                known, span, page = self._added.popleft()
+                key = self._keys.of(known, span)
+                if self._cache.index.contents(span, page) == known and key not in self._files:
+                    copied.append((key, self._device.read_pages(span, [page])[0]))
+        held = time.perf_counter() - begun
+        for one in copied:
+            self._files.write(*one)
+        return time.perf_counter() - begun if self._device.on_host else held

@@ -1,0 +1,193 @@
+"""Pages of the cache that requests wait for are read from disk: by threads, and put into the cache piece by piece,
+between the steps of other answers.
+
+When a request is about to begin, `begin` looks for pages of its prompt that are not in memory. If there are any, the
+request waits until those are read; what cannot be read is computed.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from mlc_amd.runtime.cache.kv_cache import KvCache
+from mlc_amd.runtime.cache.page_files import PageKeys, PageSource
+from mlc_amd.runtime.cache.pages import PAGE
+from mlc_amd.runtime.cache.prefixes import ROOT, PrefixDigest, digest, first_page
+from mlc_amd.runtime.cache.sequence import Sequence as TokenSequence
+from mlc_amd.runtime.engine.requests import Request
+
+READERS = 4
+_AHEAD = 256 << 20  # bytes that may have been read and not been put into the cache
+_PIECE = 8  # pages that are put into the cache between two steps, at most
+
+
+class _Stored(NamedTuple):
+    """A page to be read. tail: the digest before it and its tokens, if it is not complete."""
+
+    known: PrefixDigest
+    span: int
+    source: PageSource
+    tail: tuple[PrefixDigest, list[int]] | None = None
+
+
+class _Job:
+    """pages: that are not being read yet; reading: in this order."""
+
+    def __init__(self, request: Request, pages: Sequence[_Stored]) -> None:
+        self.request, self.pages = request, deque(pages)
+        self.reading: deque[tuple[_Stored, Future[np.ndarray | None]]] = deque()
+        self.tail: dict[int, int] = {}  # pages by span, held until all of the tail are there
+
+
+class Restoring:
+    """sources: where pages may be; may be changed with the step lock. Methods are called with it."""
+
+    def __init__(self, cache: KvCache, device, keys: PageKeys, sources: Sequence[PageSource]) -> None:
+        self._cache, self._device, self._keys, self._sources = cache, device, keys, sources
+        self._pools = cache.index.pools
+        self._bytes = {span: sum(nbytes for _, nbytes in device.page_parts(span)) for span in self._pools}
+        self._ahead = max(_AHEAD // max(self._bytes.values()), 2)
+        self._readers = ThreadPoolExecutor(READERS, "mlc-amd reads")
+        self._jobs: deque[_Job] = deque()
+        self._was_last = False
+
+    def close(self) -> None:
+        self._readers.shutdown(cancel_futures=True)
+
+    def begin(self, request: Request) -> bool:
+        """Whether a request, whose sequence has matched what is in memory, waits from now on."""
+        sequence = request.sequence
+        if request.stored != "unknown" or request.scored is not None or sequence is None:
+            return False
+        pages = self._find(sequence)
+        request.stored = "reading" if pages else "read"
+        if pages:
+            self._jobs.append(_Job(request, pages))
+            self._read_ahead()
+        return bool(pages)
+
+    @property
+    def waits(self) -> bool:
+        """Whether requests wait."""
+        return bool(self._jobs)
+
+    def takes_turn(self) -> bool:
+        """Whether a piece comes before the next step of answers, which the following call then says no to."""
+        ready = self.waits and all(future.done() for _, future in [*self._jobs[0].reading][:1])
+        self._was_last = ready and not self._was_last
+        return self._was_last
+
+    def piece(self) -> Iterable[tuple[Request, Exception]]:
+        """Puts pages into the cache, one at least, for which it waits. None of the requests fails."""
+        job = self._jobs[0]
+        for _ in range(_PIECE):
+            if not job.reading or job.request.state == "done" or not self._put(job, *job.reading.popleft()):
+                self._end(job)
+                break
+            self._read_ahead()
+            if job.reading and not job.reading[0][1].done():
+                break
+        return ()
+
+    # ---- what there is
+
+    def _find(self, sequence: TokenSequence) -> list[_Stored]:
+        """The pages that continue what the sequence has, the last one first: as of a sequence that is freed, it is to
+        be evicted before the others. None where they do not fit the memory."""
+        known: dict[tuple[PrefixDigest, int], PageSource | None] = {}
+
+        def source(of: PrefixDigest, span: int) -> PageSource | None:
+            if (of, span) not in known:
+                key = self._keys.of(of, span)
+                known[of, span] = next((one for one in self._sources if key in one), None)
+            return known[of, span]
+
+        index, limit = self._cache.index, len(sequence.tokens) - 1
+        chain = sequence.chain(limit // PAGE)
+
+        def longest(states: bool) -> tuple[int, int, list[int]]:
+            """Tokens in all, complete pages, and the tokens of the tail after them."""
+            n = index.usable(chain, states, lambda of, span: source(of, span) is not None)
+            tail = self._tail(chain[n - 1] if n else ROOT, sequence.tokens[n * PAGE : limit][: PAGE - 1], source)
+            return (n * PAGE + len(tail) if states or tail else 0), n, tail
+
+        tokens, paged, tail = max(longest(states=True), longest(states=False))
+        if tokens <= sequence.computed:
+            return []
+        found, kept = [], []
+        for span, pool in self._pools.items():
+            if tail:
+                parent = chain[paged - 1] if paged else ROOT
+                ends = digest(parent, tail)
+                if place := source(ends, span):
+                    found.append(_Stored(ends, span, place, (parent, tail)))
+            for of in reversed(chain[first_page(span, paged) : paged]):
+                if (page := index.page(of, span)) is not None:
+                    pool.retain(page)  # what is there is not evicted for what is not
+                    kept.append((pool, page))
+                elif place := source(of, span):
+                    found.append(_Stored(of, span, place))
+        needed = {span: sum(page.span == span for page in found) for span in self._pools}
+        fits = all(pool.available >= needed[span] for span, pool in self._pools.items())
+        for pool, page in kept:
+            pool.release(page)
+        return found if fits else []
+
+    def _tail(
+        self, parent: PrefixDigest, rest: list[int], source: Callable[[PrefixDigest, int], PageSource | None]
+    ) -> list[int]:
+        """The longest beginning of `rest` that is a tail after `parent`."""
+        for count in range(len(rest), 0, -1):
+            known = digest(parent, rest[:count])
+            if all(source(known, span) for span in self._pools):
+                return rest[:count]
+        return []
+
+    # ---- reading
+
+    def _read_ahead(self) -> None:
+        job = self._jobs[0]
+        while job.pages and len(job.reading) < self._ahead:
+            page = job.pages.popleft()
+            if self._is_there(page):
+                continue
+            key = self._keys.of(page.known, page.span)
+            job.reading.append((page, self._readers.submit(page.source.read, key, self._bytes[page.span])))
+
+    def _is_there(self, page: _Stored) -> bool:
+        """Whether a complete page is in the cache meanwhile."""
+        return page.tail is None and self._cache.index.page(page.known, page.span) is not None
+
+    def _put(self, job: _Job, page: _Stored, future: "Future[np.ndarray | None]") -> bool:
+        """False where there is no room."""
+        contents, index, pool = future.result(), self._cache.index, self._pools[page.span]
+        if contents is None or self._is_there(page):
+            return True
+        if not pool.available:
+            return False
+        place = pool.allocate()
+        self._device.write_pages(page.span, [place], contents[None])
+        if page.tail is None:
+            index.add(page.known, page.span, place)
+            pool.release(place)
+            return True
+        job.tail[page.span] = place
+        if len(job.tail) == len(self._pools):
+            index.add_tail(*page.tail, dict(job.tail))
+            self._release_tail(job)
+        return True
+
+    def _release_tail(self, job: _Job) -> None:
+        while job.tail:
+            span, place = job.tail.popitem()
+            self._pools[span].release(place)
+
+    def _end(self, job: _Job) -> None:
+        self._release_tail(job)
+        self._jobs.remove(job)
+        job.request.stored = "read"
+        if self._jobs:
+            self._read_ahead()
