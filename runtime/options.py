@@ -189,7 +189,8 @@ class CompileOptions(RopeOptions, TargetOptions):
     """What a GGUF file is compiled for. The compiler takes those that are `resolved`."""
 
     kv_type: Annotated[KvType | None, Option(
-        "type of the KV cache, for a GGUF file; q8_0 takes half of the memory of f16",
+        "type of the KV cache, for a GGUF file: of keys and values, or keys/values; q8_0 takes half of the memory of "
+        "f16, q4_0 28 %",
         default=KV_TYPE, also=("-ctk", "--cache-type-k", "-ctv", "--cache-type-v"))] = None  # fmt: skip
     tuned: Annotated[Literal["none", "shipped", "user", "auto"], Option(
         "tuned plans that kernels are built with: those of `mlc-amd tune` on this machine (user), those that come "

@@ -268,12 +268,15 @@ def _flags(parameter: Parameter, short: Mapping[str, str]) -> list[str]:
 
 
 def _whole(parameter: Parameter, halves: Mapping[str, str]) -> str:
-    """The value of a parameter of which other programs' flags gave the halves. UsageError unless both are the same."""
-    value, *others = halves.values()
-    if others != [value]:
+    """The value of a parameter of which other programs' flags gave the halves: two that differ with a slash between
+    them. UsageError unless that is one of its values."""
+    found = dict.fromkeys(halves[half] for half in ("keys", "values") if half in halves)
+    whole = "/".join(found)
+    if len(halves) < 2 or (len(found) > 1 and whole not in parameter.choices):
         given = " and ".join(f"{half} {value}" for half, value in halves.items())
-        raise UsageError(f"{given}: keys and values have the same type; write {parameter.spelling} {value} for both")
-    return value
+        known = ", ".join(parameter.choices)
+        raise UsageError(f"{given}: no such type of keys and values; write {parameter.spelling} and one of {known}")
+    return whole
 
 
 def _is_number(token: str) -> bool:

@@ -32,7 +32,7 @@ from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.attention.attention_step import scratch_shapes
 from mlc_amd.schedules.gpu.attention.cache import cache_types
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, planes
-from mlc_amd.schedules.gpu.base.quantize import TOKENS
+from mlc_amd.schedules.gpu.base.quantize import TOKENS, WIDTH
 from mlc_amd.schedules.gpu.base.step import FEW
 from mlc_amd.schedules.gpu.exchange.exchange import exchange, words_of
 from mlc_amd.schedules.gpu.experts.route import scratch_shapes as route_scratch
@@ -81,6 +81,9 @@ class GpuTarget(Target):
         for other in others:
             if (bool(other.matrix), other.lane_blocks) != (bool(first.matrix), first.lane_blocks):
                 raise UserError(f"{first.name} and {other.name} need different layouts; compile an artifact for each")
+
+    def rotates_back(self, rotation: int) -> bool:
+        return all(rotation <= arch.wave * WIDTH for arch in self.archs)
 
     def functions(self, ctx: int) -> list[FunctionSpec]:
         # On an H200 matrix units compute 16 rows in less time than two steps of FEW take; where their lanes are known,

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import tvm
 from tvm import relax
@@ -23,7 +23,7 @@ from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, Layer
 from mlc_amd.compiler.nodes import fields_of, parts_of
 from mlc_amd.compiler.work import buffers, work
 from mlc_amd.runtime.artifact.manifest import ManifestTarget
-from mlc_amd.runtime.cache.kv_types import KV_TENSORS, KV_TYPE
+from mlc_amd.runtime.cache.kv_types import KV_TYPE, KvType, latent_type
 from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules import operators
@@ -105,7 +105,8 @@ class Target(ABC):
         window, chunk = (size if size < ctx else 0 for size in (a.window, a.chunk))
         shape = a.heads, a.kv_heads, a.head_dim, ctx
         values = a.latent.rank if a.latent else 0
-        return Attention(*shape, a.scale, window, a.softcap, a.sinks, chunk, self.kv, values)
+        kv = latent_type(self.kv) if values else self.kv
+        return Attention(*shape, a.scale, window, a.softcap, a.sinks, chunk, kv, values)
 
     def spans(self, config: ModelConfig, ctx: int) -> dict[str, int]:
         """Cache tensor to the span of its layer: those of the same span share pages. States have STATE."""
@@ -140,6 +141,10 @@ class Target(ABC):
 
     fuses_rope = False  # decode attention rotates and writes the cache itself
     fuses_route = False  # one kernel makes the norm, the logits and the choice of a token's experts
+
+    def rotates_back(self, rotation: int) -> bool:
+        """Whether attention of single rows multiplies its outputs by Hadamard matrices of that size itself."""
+        return False
 
     def norm_place(self, before: Linear | None, readers: Sequence[Linear | GateUp]) -> NormPlace:
         """Where a norm of all rows is computed. before: the linear that computes its input, if it is one of a single
@@ -292,7 +297,7 @@ def make_target(target: str, arch: str, kv: str = KV_TYPE) -> Target:
     ones."""
     if target not in TARGETS:
         raise UserError(f"unknown target '{target}'; known: {', '.join(TARGETS)}")
-    if kv not in KV_TENSORS:
-        raise UserError(f"unknown type '{kv}' of the KV cache; known: {', '.join(KV_TENSORS)}")
+    if kv not in get_args(KvType):
+        raise UserError(f"unknown type '{kv}' of the KV cache; known: {', '.join(get_args(KvType))}")
     module_name, class_name = TARGETS[target]
     return getattr(importlib.import_module(f"mlc_amd.compiler.codegen.{module_name}"), class_name)(arch, kv)

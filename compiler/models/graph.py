@@ -30,6 +30,7 @@ from mlc_amd.schedules.operators import (
     LayerNorm,
     Linear,
     Operator,
+    Quantize,
     RmsNorm,
     RopeKvWrite,
     Sample,
@@ -339,7 +340,11 @@ class Graph:
         seen = a.images and self.model.features > 0 and self.m > self.spec.single
         layer = replace(self.target.layer(a, self.ctx), images=seen)
         op = CausalAttention(layer=layer, m=self.m, single=self.spec.single, layout="")
-        return self.emit(op, inputs)
+        found = self.emit(op, inputs)
+        if not layer.rotation:
+            return found
+        back = Quantize(m=self.m, k=layer.heads * layer.value_d, layout="", rotation=layer.rotation)
+        return self.emit(back, [found])
 
     def pages(self, span: int) -> relax.Var:
         """The page tables of the layers whose rows see up to `span` keys (0: all)."""

@@ -8,6 +8,7 @@ from mlc_amd.compiler.passes.fuse_producers import (
     fuse_quantize,
     fuse_residual,
     fuse_rope,
+    fuse_rotation,
     quantize_activations,
 )
 from mlc_amd.compiler.passes.fuse_siblings import fuse_route, fuse_sibling_norms, fuse_siblings
@@ -25,5 +26,6 @@ def fuse(mod, target):
     mod = fuse_sibling_norms(mod)
     mod = used(fuse_route(mod, target))
     mod = fuse_norm_linear(mod, target)
+    mod = used(fuse_rotation(mod, target))
     mod = used(fuse_rope(mod, target))
     return used(defer_norms(mod, target))

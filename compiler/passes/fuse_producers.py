@@ -27,7 +27,7 @@ from mlc_amd.schedules.operators import (
 BLOCK = 32  # columns
 LINEARS = (Linear, HeadLinear, ExpertGateUp, ExpertLinear, ExpertDown)
 ADDING = (Linear, ExpertDown, Combine)
-QUANTIZING = (Activate, Norm, CausalAttention, Gate, GateUp, Gather, ExpertGateUp)
+QUANTIZING = (Activate, Norm, CausalAttention, Quantize, Gate, GateUp, Gather, ExpertGateUp)
 BLOCKS = ("tiles", "rows")  # layouts of int8 blocks
 # Relax operator of an activation: its name in schedules
 ACTIVATIONS = {"relax.nn.silu": "silu", "relax.nn.gelu_tanh": "gelu"}
@@ -107,7 +107,7 @@ def fuse_quantize(mod):
 
     def rule(call, producer):
         quantize = ops.operator_of(call)
-        if not isinstance(quantize, Quantize):
+        if not isinstance(quantize, Quantize) or quantize.rotation:
             return None
         value = producer(call.args[1])
         if act := ACTIVATIONS.get(getattr(getattr(value, "op", None), "name", "")):
@@ -125,13 +125,35 @@ def fuse_quantize(mod):
     return rewrite(mod, rule)
 
 
-def fuse_rope(mod, target):
-    """attention(rope_kv_write(q, k, v)) of single rows becomes one `rope_attention`, for targets whose decode attention
-    rotates for itself. Latent attention has a kernel of its own for that."""
+def fuse_rotation(mod, target):
+    """quantize(attention(x)) that multiplies by Hadamard matrices becomes attention that does, of single rows, where
+    the target's can."""
 
     def rule(call, producer):
         op = ops.operator_of(call)
-        if not isinstance(op, CausalAttention) or not target.fuses_rope or op.m != op.single or op.layer.values:
+        if not isinstance(op, Quantize) or not op.rotation:
+            return None
+        value = producer(call.args[1])
+        attention = ops.operator_of(value)
+        if not isinstance(attention, CausalAttention) or attention.m != attention.single:
+            return None
+        if not target.rotates_back(op.rotation):
+            return None
+        return ops.call(replace(attention, layout=op.layout, back=True), value.args)
+
+    return rewrite(mod, rule)
+
+
+def fuse_rope(mod, target):
+    """attention(rope_kv_write(q, k, v)) of single rows becomes one `rope_attention`, for targets whose decode attention
+    rotates for itself. Latent attention has a kernel of its own for that, as has attention whose heads are multiplied
+    by Hadamard matrices."""
+
+    def rule(call, producer):
+        op = ops.operator_of(call)
+        if not isinstance(op, CausalAttention) or not target.fuses_rope or op.m != op.single:
+            return None
+        if op.layer.values or op.layer.rotation:
             return None
         state, rows, pages, rotated, *rest = call.args
         caches = len(op.layer.cache)

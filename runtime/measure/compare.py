@@ -17,6 +17,7 @@ ATTENTION = 4e-3
 INT8 = 3e-2  # of plans that make activations int8: three times what is seen
 # Share of int8 outputs that may be one step apart; attention's outputs are rounded more often.
 STEPS_APART, ATTENTION_APART = 0.02, 0.2
+CODES = ("int8", "uint8")  # of int8 blocks and of quantized caches; uint8: two codes of 4 bits
 CHANCE = 0.02  # share of outputs that may equal the fill pattern by chance
 
 
@@ -26,7 +27,7 @@ def differences(candidate: Candidate, state, expected: dict, found: dict) -> tup
     live, worst, wrong = _live(candidate, state), 0.0, []
     outputs = {p.name: p for p in candidate.params if p.role in ("output", "cache")}
     for name, param in outputs.items():
-        if param.dtype == "int8" or (name.startswith("S") and f"A{name[1:]}" in outputs):
+        if param.dtype in CODES or (name.startswith("S") and f"A{name[1:]}" in outputs):
             continue
         if param.role == "output" and _unwritten(_used(param, found[name], live)):
             return np.inf, [f"{name} is not written everywhere"]
@@ -35,9 +36,9 @@ def differences(candidate: Candidate, state, expected: dict, found: dict) -> tup
         worst = max(worst, share)
         if not share <= 1:
             wrong.append(f"{name} differs by {share:.3g} times what is allowed")
-    for name in (name for name, param in outputs.items() if param.dtype == "int8"):
+    for name in (name for name, param in outputs.items() if param.dtype in CODES):
         if outputs[name].role == "cache":
-            steps = float(np.abs(expected[name].astype(np.int16) - found[name]).max())  # one where rounding differs
+            steps = steps_apart(found[name], expected[name])  # one where rounding differs
             worst, wrong = max(worst, steps), wrong + ([f"{name}: {steps:g} steps apart"] if steps > 1 else [])
             continue
         scales = f"S{name[1:]}"
@@ -47,6 +48,13 @@ def differences(candidate: Candidate, state, expected: dict, found: dict) -> tup
         worst = max(worst, share)
         wrong += [f"{name}: {why}"] if why else []
     return worst, wrong
+
+
+def steps_apart(found: np.ndarray, expected: np.ndarray) -> float:
+    """How far the codes of two caches are apart, at most."""
+    mask, shifts = (15, (0, 4)) if found.dtype == np.uint8 else (-1, (0,))
+    apart = (np.abs(((found >> i) & mask).astype(np.int16) - ((expected >> i) & mask)) for i in shifts)
+    return float(max(x.max() for x in apart))
 
 
 def _live(candidate: Candidate, state) -> int:

@@ -117,8 +117,8 @@ def _plane(param: Param) -> np.ndarray:
 
 
 def _cache(param: Param, state) -> np.ndarray:
-    if param.dtype == "int8":
-        pattern = drawn("int8", "bits").view(np.int8)
+    if param.dtype in ("int8", "uint8"):
+        pattern = drawn("int8", "bits").view(param.numpy)
     elif param.name in ("Ks", "Vs"):  # scales, with which such codes have a similar size
         pattern = np.abs(drawn("float16", "signs", 1 / 64).view(np.float16))
     else:

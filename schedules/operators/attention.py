@@ -6,8 +6,9 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import get_args
 
-from mlc_amd.runtime.cache.kv_types import KV_TENSORS, KV_TYPE, LATENT_TENSORS
+from mlc_amd.runtime.cache.kv_types import KV_TYPE, Codes, KvType, codes_of, tensors_of
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.operators.base import OUTPUT_SLOT, PAGES_SLOT, ROWS_SLOT, STATE_SLOT, Operator, Slot
 from mlc_amd.schedules.operators.layouts import Tensor, activations
@@ -17,8 +18,7 @@ PAGE = 64  # keys of a page of the cache; no block of an attention kernel crosse
 SLOTS = 64  # rows of a page table: sequences that may take part in one step
 STEP = 16  # columns: what vectors of the CPU and matrix units of GPUs take at once
 
-KV_BLOCK = 32  # q8_0: consecutive columns of a key's or value's head that share a scale, as in GGUF's Q8_0
-KV_STEPS = 127  # q8_0: the largest code
+KV_BLOCK = 32  # consecutive columns of a key's or value's head that share a scale, as in GGUF's Q8_0 and Q4_0
 
 
 def padded_columns(columns: int) -> int:
@@ -57,21 +57,38 @@ class Attention:
     images: bool = False  # the first state[2] rows of a chunk, those of an image, see one another
 
     def __post_init__(self):
-        if (self.window and self.chunk) or self.kv not in KV_TENSORS:
+        if (self.window and self.chunk) or self.kv not in get_args(KvType):
             raise ValueError(f"{self} is no attention layer")
-        if self.values and (self.kv_heads != 1 or self.sinks or self.values > self.d):
+        if self.values and (self.kv_heads != 1 or self.sinks or self.values > self.d or self.rotation):
             raise ValueError(f"{self} is no latent attention layer")
 
     @property
     def quantized(self) -> bool:
-        """Whether the cache holds codes of 8 bits and scales: element = code * scale, where scale is the largest
-        magnitude of KV_BLOCK columns divided by KV_STEPS, as float16, and code is rounded to nearest."""
-        return self.kv == "q8_0"
+        """Whether the cache holds codes and scales: element = code * scale, where scale is, as float16, the element of
+        KV_BLOCK columns that has the largest magnitude, divided by the lowest code (its magnitude divided by the
+        highest, if codes are symmetric), and code is rounded to nearest. (`Codes.refits` changes the scale then.)"""
+        return self.key_codes is not None
+
+    @property
+    def key_codes(self) -> Codes | None:
+        return codes_of(self.kv)[0]
+
+    @property
+    def value_codes(self) -> Codes | None:
+        """Of values that have tensors of their own; in latent attention of the keys that they are."""
+        return codes_of(self.kv)[1]
+
+    @property
+    def rotation(self) -> int:
+        """Columns of a block of a head that is multiplied by a Hadamard matrix H / sqrt(columns), in queries, keys and
+        values, so that no column of a block has much more than others; attention's output is in the basis of the
+        values. 0: none. Scores stay what they are. The largest power of two that divides d."""
+        return self.d & -self.d if any(codes and codes.rotated for codes in codes_of(self.kv)) else 0
 
     @property
     def cache(self) -> tuple[str, ...]:
         """The tensors of the cache, as `cache_types` of a target has them."""
-        return LATENT_TENSORS if self.values else KV_TENSORS[self.kv]
+        return tensors_of(self.kv, self.values > 0)
 
     @property
     def span(self) -> int:
@@ -128,11 +145,7 @@ class Rope:
 
 
 def check_quantized(attention: Attention) -> None:
-    """UserError for a layer whose heads are not whole blocks of a quantized cache, or which cannot have one."""
-    if attention.quantized and attention.values:
-        raise UserError(
-            f"--kv-type {attention.kv} is not supported for latent attention (MLA), as this model has; leave it out"
-        )
+    """UserError for a layer whose heads are not whole blocks of a quantized cache."""
     if attention.quantized and attention.d % KV_BLOCK:
         raise UserError(
             f"--kv-type {attention.kv} needs heads in multiples of {KV_BLOCK}, not of {attention.d} as this model's; "
@@ -176,13 +189,15 @@ class _AttentionOperator(Operator):
 @dataclass(frozen=True, kw_only=True)
 class CausalAttention(_AttentionOperator, name="attention"):
     """Causal attention: (rows, pages, rotated q, cache.., [sinks], workspace..) -> heads * value_d columns in `layout`.
-    single: how many rows may be single ones."""
+    single: how many rows may be single ones. back: all are, and outputs are multiplied by `Attention.rotation`'s
+    matrices again, so that they are in the basis that values had before."""
 
     reads_cache = True
 
     m: int
     single: int
     layout: str
+    back: bool = False
 
     def slots(self) -> Iterator[Slot]:
         yield from (STATE_SLOT, ROWS_SLOT, PAGES_SLOT, Slot("input", ("Qo",)))

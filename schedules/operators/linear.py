@@ -94,17 +94,23 @@ class LayerNorm(Norm, name="layer_norm"):
 
 @dataclass(frozen=True, kw_only=True)
 class Quantize(Operator, name="quantize", sizes="{0.k}"):
-    """Rows in a layout: (x float32 [m, k],)."""
+    """Rows in a layout: (x float32 [m, k],). rotation: each so many columns are multiplied by a Hadamard matrix before,
+    see `Attention.rotation`; 0: none. The layout "" only with that."""
 
     k: int
     m: int
     layout: str
+    rotation: int = 0
 
     def slots(self) -> Iterator[Slot]:
         yield from (STATE_SLOT, Slot("input", ("X",)), OUTPUT_SLOT)
 
     def results(self) -> list[Tensor]:
         return activations(self.m, self.k, self.layout)
+
+    @property
+    def variant(self) -> str:
+        return f"_rotated{self.rotation}" if self.rotation else ""
 
 
 def _inputs(eps: float | None, norm_in: float | None, layout: str) -> Iterator[Slot]:

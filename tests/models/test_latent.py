@@ -96,15 +96,6 @@ def test_a_merged_matrix_gives_the_same_parts():
             assert (other.tensors[name].blocks(start, stop) == tensor.blocks(start, stop)).all(), name
 
 
-def test_a_quantized_cache_is_refused(tmp_path):
-    with pytest.raises(UserError, match="q8_0 is not supported for latent attention"):
-        compile_model(
-            architectures.tiny("deepseek2"),
-            tmp_path / "model",
-            CompileOptions(target="cpu", ctx=64, tuned="none", kv_type="q8_0"),
-        )
-
-
 def test_sizes_that_do_not_fit(monkeypatch):
     own, tensors = architectures.MODELS["deepseek2"]
     monkeypatch.setitem(architectures.MODELS, "deepseek2", (own | {"attention.key_length_mla": 32}, tensors))

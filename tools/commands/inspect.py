@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from mlc_amd.runtime.artifact.manifest import is_draft, is_encoder
 from mlc_amd.runtime.artifact.memory import of_manifest, on_host
+from mlc_amd.runtime.cache.kv_types import latent_type
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.folders import temporary
 from mlc_amd.runtime.options import CompileOptions, RunOptions, option_of
@@ -209,7 +210,11 @@ def _artifact(artifact, n_cpu_moe: int) -> dict[str, object]:
         each = float(len(made)) if is_draft(name) or is_encoder(name) else per_layer(made, layers)
         known = {key: function[key] for key in ("rows", "single", "logits")}
         launches[name] = known | {"launches": len(made), "per_layer": each}
-    same = {key: manifest[key] for key in ("target", "kv_type", "model", "vision", "sampling") if key in manifest}
+    same = {"target": manifest["target"], "kv_type": manifest["kv_type"]}
+    caches = {tensor["name"] for tensor in manifest["kv"]}
+    if any(name.startswith("k.") and f"v{name[1:]}" not in caches for name in caches):
+        same["kv_latents"] = latent_type(manifest["kv_type"])
+    same |= {key: manifest[key] for key in ("model", "vision", "sampling") if key in manifest}
     if manifest["gpus"] > 1:
         same = {"gpus": f"{manifest['gpus']}, which share it by tensor; memory is that of each"} | same
     size = sum(file.stat().st_size for file in artifact.path.rglob("*") if file.is_file())
@@ -366,6 +371,7 @@ _SECTIONS = {
     "target": _target,
     "gpus": _line("GPUs"),
     "kv_type": _line("KV type"),
+    "kv_latents": _line("latents"),
     "model": _model,
     "vision": _vision,
     "sampling": _sampling,

@@ -2,9 +2,11 @@
 
 import numpy as np
 
-from mlc_amd.schedules.operators.attention import KV_BLOCK, KV_STEPS, PAGE
+from mlc_amd.runtime.cache.kv_types import CODES
+from mlc_amd.schedules.operators.attention import KV_BLOCK, PAGE
 
 CACHES = ("Kc", "Vc", "Ks", "Vs")  # parameters of kernels
+STORED = {"int8": CODES["q8_0"], "uint8": CODES["q4_0"]}  # by the dtype of keys or values; others are float16
 
 
 def attention_reference(layer, q, k, v, position, sinks=None, image=0):
@@ -62,6 +64,16 @@ def value_reference(v, rope):
     return _normalized(v, rope.eps) if rope.value_norm else v
 
 
+def multiplied(x, size):
+    """x [.., d], each `size` columns times a Hadamard matrix / sqrt(size), in float64; 0: x."""
+    step, y = 1, x.astype(np.float64)
+    while step < size:
+        y = y.reshape(*x.shape[:-1], -1, 2, step)
+        y = np.stack([y[..., 0, :] + y[..., 1, :], y[..., 0, :] - y[..., 1, :]], -2)
+        step *= 2
+    return y.reshape(x.shape) / np.sqrt(size) if size else x
+
+
 def _normalized(x, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
 
@@ -71,82 +83,131 @@ def _normalized(x, eps):
 
 
 def keys_of(layout, Kc):
-    """float32 [pages, kv_heads, PAGE, width], keys in the order of their positions: a view where the layout allows
-    one."""
+    """[pages, kv_heads, PAGE, width], keys in the order of their positions, float16 or codes: a view where the layout
+    allows one."""
     if Kc.ndim == 4:  # of latent attention on the CPU: [pages, 1, PAGE, width]
         return Kc
     pages, heads = Kc.shape[:2]
     if layout == "cpu":  # [pages, kv_heads, 4, width, 16]
-        return Kc.transpose(0, 1, 2, 4, 3).reshape(pages, heads, PAGE, -1)
-    # [pages, kv_heads, 2, width/8, 32, 8], of codes [.., width/16, 32, 16]
-    return Kc.transpose(0, 1, 2, 4, 3, 5).reshape(pages, heads, PAGE, -1)
+        return _columns(Kc.transpose(0, 1, 2, 4, 3).reshape(pages, heads, PAGE, -1), _BLOCKS)
+    # [pages, kv_heads, 2, width/8, 32, 8], of codes [.., width/16, 32, 16] or [.., width/8, 32, 4]
+    return _columns(Kc.transpose(0, 1, 2, 4, 3, 5).reshape(pages, heads, PAGE, -1), _UNITS)
 
 
 def values_of(layout, Vc):
     """As `keys_of`."""
     if layout == "cpu":  # [pages, kv_heads, PAGE, width]
-        return Vc
+        return _columns(Vc, _BLOCKS)
     # [pages, kv_heads, 8, width, 8], of codes [.., 4, width, 16]
-    return Vc.transpose(0, 1, 2, 4, 3).reshape(*Vc.shape[:2], PAGE, -1)
+    return _columns(Vc.transpose(0, 1, 2, 4, 3).reshape(*Vc.shape[:2], PAGE, -1), _NEIGHBOURS)
 
 
-def packed(layout, k, v):
-    """Kc and Vc of keys and values [pages, kv_heads, PAGE, width], or of their codes: the inverse of `keys_of` and
-    `values_of`."""
+# Of bytes with two codes of 4 bits: the columns of some that follow one another, in the order of their lower and upper
+# halves
+_BLOCKS = np.arange(32).reshape(2, 16).T
+_UNITS = np.array([[0, 2], [4, 6], [1, 3], [5, 7]])
+_NEIGHBOURS = np.array([[0, 1]])
+
+
+def _columns(x, order):
+    """Codes [.., d] of bytes [.., d/2] that have two each; others as they are."""
+    if x.dtype != np.uint8:
+        return x
+    codes = np.stack([x & 15, x >> 4], -1).reshape(*x.shape[:-1], -1, order.size)
+    return (codes[..., np.argsort(order.ravel())].astype(np.int8) + STORED["uint8"].lowest).reshape(*x.shape[:-1], -1)
+
+
+def _bytes(x, order, dtype):
+    """The inverse of `_columns`, if dtype is uint8."""
+    if np.dtype(dtype) != np.uint8:
+        return x
+    codes = (x - STORED["uint8"].lowest).astype(np.uint8).reshape(*x.shape[:-1], -1, order.size)
+    low, high = np.moveaxis(codes[..., order.ravel()].reshape(*codes.shape[:-1], -1, 2), -1, 0)
+    return (low | high << 4).reshape(*x.shape[:-1], -1)
+
+
+def packed_keys(layout, k, dtype):
+    """Kc of that dtype of keys [pages, kv_heads, PAGE, width], or of their codes: the inverse of `keys_of`."""
+    k = _bytes(k, _BLOCKS if layout == "cpu" else _UNITS, dtype)
     pages, heads, _, width = k.shape
-    unit = 16 // k.dtype.itemsize  # elements of 16 bytes
     if layout == "cpu":
-        return k.reshape(pages, heads, 4, 16, width).transpose(0, 1, 2, 4, 3), v
-    keys = k.reshape(pages, heads, 2, 32, width // unit, unit).transpose(0, 1, 2, 4, 3, 5)
-    return keys, v.reshape(pages, heads, PAGE // unit, unit, width).transpose(0, 1, 2, 4, 3)
+        return k.reshape(pages, heads, 4, 16, width).transpose(0, 1, 2, 4, 3)
+    unit = {"float16": 8, "int8": 16, "uint8": 4}[str(np.dtype(dtype))]
+    return k.reshape(pages, heads, 2, 32, width // unit, unit).transpose(0, 1, 2, 4, 3, 5)
 
 
-def quantized(x):
-    """(codes, scales) of elements [.., d] of a cache of type q8_0, as `Attention.quantized` has them: int8 [.., d],
-    float16 [.., d/KV_BLOCK]."""
-    blocks = x.reshape(*x.shape[:-1], -1, KV_BLOCK).astype(np.float64)
-    largest = np.minimum(np.abs(blocks).max(-1) / KV_STEPS, np.finfo(np.float16).max)
-    scales = largest.astype(np.float16)
+def packed_values(layout, v, dtype):
+    """Vc, likewise."""
+    v = _bytes(v, _BLOCKS if layout == "cpu" else _NEIGHBOURS, dtype)
+    if layout == "cpu":
+        return v
+    unit = 16 // np.dtype(dtype).itemsize
+    return v.reshape(*v.shape[:2], PAGE // unit, unit, v.shape[-1]).transpose(0, 1, 2, 4, 3)
+
+
+def quantized(x, codes=CODES["q8_0"]):
+    """(codes, scales) of elements [.., d] of a cache, as `Attention.quantized` has them: int8 [.., d], float16 [..,
+    d/KV_BLOCK]."""
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // KV_BLOCK, KV_BLOCK).astype(np.float64)
+    largest = np.abs(blocks).max(-1)
+    if codes.lowest != -codes.highest:
+        largest = np.where(blocks.max(-1) >= largest, largest, -largest)
+    most = np.finfo(np.float16).max
+    step = codes.highest if codes.lowest == -codes.highest else codes.lowest
+    scales = np.clip(largest / step, -most, most).astype(np.float16)
     real = scales[..., None].astype(np.float64)
-    steps = np.divide(blocks, real, out=np.zeros_like(blocks), where=real > 0)
-    return np.clip(np.rint(steps), -KV_STEPS, KV_STEPS).astype(np.int8).reshape(x.shape), scales
+    steps = np.divide(blocks, real, out=np.zeros_like(blocks), where=real != 0)
+    steps = np.clip(np.rint(steps), codes.lowest, codes.highest)
+    if codes.refits:
+        square = (steps * steps).sum(-1)
+        fitted = np.divide((blocks * steps).sum(-1), square, out=np.zeros_like(square), where=square > 0)
+        scales = np.clip(fitted, -most, most).astype(np.float16)
+    return steps.astype(np.int8).reshape(x.shape), scales
 
 
-def as_stored(x):
-    """Elements as a cache of type q8_0 has them, float32."""
-    codes, scales = quantized(x)
-    return codes * np.repeat(scales.astype(np.float32), KV_BLOCK, -1)
+def as_stored(x, codes=CODES["q8_0"]):
+    """Elements as a cache of these codes has them, float32."""
+    found, scales = quantized(x, codes)
+    return found * np.repeat(scales.astype(np.float32), KV_BLOCK, -1)
+
+
+def caches_of(layout, layer, k, v) -> dict[str, np.ndarray]:
+    """The parameters of a layer's cache with keys and values [pages, kv_heads, PAGE, width]: the inverse of
+    `pools_of`."""
+    found = {}
+    parts = (("Kc", "Ks", k, layer.key_codes, packed_keys), ("Vc", "Vs", v, layer.value_codes, packed_values))
+    for name, scales, pool, codes, write in parts:
+        dtype = next((dtype for dtype, of in STORED.items() if of == codes), "float16")
+        if codes:
+            pool, scale = quantized(pool, codes)
+            found[scales] = scale.transpose(0, 1, 3, 2)
+        found[name] = write(layout, pool, dtype)
+    return {name: np.ascontiguousarray(found[name]) for name in CACHES if name in found}
 
 
 def pools_of(layout, caches):
     """(keys, values) [pages, kv_heads, PAGE, width] of the parameters CACHES, by name. Without Vc values are keys."""
-    if "Vc" not in caches:
-        return (keys_of(layout, caches["Kc"]),) * 2
-    pools = keys_of(layout, caches["Kc"]), values_of(layout, caches["Vc"])
-    if "Ks" not in caches:
-        return pools
-    scales = (caches[name].transpose(0, 1, 3, 2) for name in ("Ks", "Vs"))  # [pages, kv_heads, d/KV_BLOCK, PAGE]
-    return tuple(
-        codes * np.repeat(scale.astype(np.float32), KV_BLOCK, -1) for codes, scale in zip(pools, scales, strict=True)
-    )
+    pools = [keys_of(layout, caches["Kc"])] + ([values_of(layout, caches["Vc"])] if "Vc" in caches else [])
+    for i, name in enumerate(("Ks", "Vs")):
+        if name in caches:  # [pages, kv_heads, d/KV_BLOCK, PAGE]
+            scales = caches[name].transpose(0, 1, 3, 2).astype(np.float32)
+            pools[i] = pools[i] * np.repeat(scales, KV_BLOCK, -1)
+    return pools[0], pools[-1]
 
 
 def stored(layout, caches, places, k, v) -> dict[str, np.ndarray]:
     """Copies of the caches, by parameter, with k and v [rows, kv_heads, d] in these places, (page, key in the page) of
     the rows. v: None without Vc."""
-    if v is None:
-        keys = keys_of(layout, caches["Kc"]).copy()
-        keys[places[0], :, places[1], : k.shape[-1]] = k
-        return {"Kc": keys if caches["Kc"].ndim == 4 else np.ascontiguousarray(packed(layout, keys, keys)[0])}
-    (page, key), pools = places, (keys_of(layout, caches["Kc"]).copy(), values_of(layout, caches["Vc"]).copy())
-    found: dict[str, np.ndarray] = {}
-    for pool, rows, scales in zip(pools, (k, v), ("Ks", "Vs"), strict=True):
+    (page, key), found = places, {}
+    parts = (("Kc", "Ks", k, keys_of, packed_keys), ("Vc", "Vs", v, values_of, packed_values))
+    for name, scales, rows, read, write in parts[: len(parts) if v is not None else 1]:
+        pool, dtype = read(layout, caches[name]).copy(), caches[name].dtype
         if scales in caches:
             found[scales] = caches[scales].copy()
-            rows, found[scales].transpose(0, 1, 3, 2)[page, :, key] = quantized(rows)
+            rows, found[scales].transpose(0, 1, 3, 2)[page, :, key] = quantized(rows, STORED[str(dtype)])
         pool[page, :, key, : k.shape[-1]] = rows
-    found["Kc"], found["Vc"] = (np.ascontiguousarray(x) for x in packed(layout, *pools))
-    return found
+        found[name] = pool if caches[name].ndim == 4 and read is keys_of else write(layout, pool, dtype)
+    return {name: np.ascontiguousarray(x) for name, x in found.items()}
 
 
 def places_of(pages, positions, slots):

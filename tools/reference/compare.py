@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from mlc_amd.runtime.measure.candidate import WRITTEN
-from mlc_amd.runtime.measure.compare import INT8
+from mlc_amd.runtime.measure.compare import CODES, INT8, steps_apart
 from mlc_amd.runtime.measure.inputs import SIGNATURE
 from mlc_amd.schedules.operators import Operator
 from mlc_amd.schedules.operators.layouts import kind_of
@@ -35,10 +35,9 @@ def difference(
             continue
         suffix = name[1:]
         with np.errstate(invalid="ignore", over="ignore"):  # a wrong kernel may give anything
-            if param["dtype"] == "int8" and param["role"] == "cache":
+            if param["dtype"] in CODES and param["role"] == "cache":
                 # One step apart where a number is rounded to the other side.
-                apart = np.abs(found[name].astype(np.int16) - expected[name].value) if name in expected else np.zeros(1)
-                share, why = float(apart.max()), ""
+                share, why = steps_apart(found[name], expected[name].value) if name in expected else 0.0, ""
             elif param["dtype"] == "int8":
                 share, why = _int8(found[name], found["S" + suffix], expected[""])
             else:

@@ -81,7 +81,7 @@ def _layer_norm(c: Case) -> dict[str, Result]:
 
 
 def _quantize(c: Case) -> dict[str, Result]:
-    return {"": Result(c.arrays["X"][c.rows], c.rows)}
+    return {"": Result(kv.multiplied(c.arrays["X"][c.rows], c.op.rotation), c.rows)}
 
 
 def _activations(c: Case) -> np.ndarray:
@@ -167,9 +167,10 @@ def _caches(c: Case) -> dict[str, np.ndarray]:
 
 
 def _own(c: Case, layer: Attention, rope: Rope, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The keys and values of these rows."""
+    """The keys and values of these rows, as the cache gets them."""
     k = _rotated(c, rows, layer, rope, "K", layer.kv_heads)
-    return k, kv.value_reference(_heads(c, "V", rows, layer.d, layer.kv_heads), rope)
+    v = kv.value_reference(_heads(c, "V", rows, layer.d, layer.kv_heads), rope)
+    return kv.multiplied(k, layer.rotation), kv.multiplied(v, layer.rotation)
 
 
 def _written(c: Case, layer: Attention, rope: Rope) -> dict[str, np.ndarray]:
@@ -186,7 +187,7 @@ def _of_caches(caches: dict[str, np.ndarray]) -> dict[str, Result]:
 def _rope_kv_write(c: Case) -> dict[str, Result]:
     layer, rope = c.op.layer, c.op.rope
     rows = _placed(c, layer, c.rows)
-    q = _rotated(c, rows, layer, rope, "Q", layer.heads) * layer.query_scale
+    q = kv.multiplied(_rotated(c, rows, layer, rope, "Q", layer.heads), layer.rotation) * layer.query_scale
     return {"Qo": Result(q, rows)} | (_of_caches(_written(c, layer, rope)) if rope.writes else {})
 
 
@@ -240,7 +241,8 @@ def _attention(c: Case) -> dict[str, Result]:
     layer = c.op.layer
     rows = _placed(c, layer, c.rows)
     q = c.arrays["Qo"][rows][..., : layer.d].astype(np.float64) / layer.query_scale
-    return _attended(c, layer, rows, q, _caches(c))
+    found = _attended(c, layer, rows, q, _caches(c))[""].value
+    return {"": Result(kv.multiplied(found, layer.rotation if c.op.back else 0), rows)}
 
 
 def _rope_attention(c: Case) -> dict[str, Result]:

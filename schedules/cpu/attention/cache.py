@@ -11,8 +11,12 @@ In latent attention there is one array, Kc float16 [pages, 1, 64, width], as Vc:
 width is d rounded up to whole vectors (`Attention.width`). The padding is never written; keys' is not read either. The
 number of pages is the runtime's choice: kernels declare some number and never use it.
 
-A cache of type q8_0 has codes of these shapes, int8, and for each block of KV_BLOCK columns the scales of a page's
-keys or values:
+A quantized cache (`Attention.quantized`) has codes instead, int8 of these shapes, or 4 bits, of which a byte has those
+of columns c (the lower ones) and c + 16 of a block of KV_BLOCK, that of the lowest code being 0:
+
+    Kc uint8 [pages, kv_heads, 4, d/2, 16]       Vc uint8 [pages, kv_heads, 64, d/2]
+
+and for each block the scales of a page's keys or values (in latent attention of the keys):
 
     Ks, Vs float16 [pages, kv_heads, d/32, 64]
 
@@ -23,14 +27,18 @@ page has the keys of a slot's block of 64 positions. A row attends to the keys u
 the last ones of these (`visible_keys`). Masks go by position: a page has older keys in places that are not written yet.
 """
 
+import math
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from mlc_amd.runtime.cache.kv_types import Codes
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.cpu.attention import cache_codes
 from mlc_amd.schedules.cpu.base.arch import Isa
+from mlc_amd.schedules.cpu.base.hadamard import hadamard
 from mlc_amd.schedules.cpu.base.vector import (
     LANES,
     LINE,
@@ -39,22 +47,16 @@ from mlc_amd.schedules.cpu.base.vector import (
     f32,
     opaque,
     prefetch,
-    reduce,
     registers,
     splat,
     store,
-    widen,
 )
-from mlc_amd.schedules.cpu.linear.quantize import magnitudes
-from mlc_amd.schedules.formats import HALF_MAX
-from mlc_amd.schedules.operators.attention import KV_BLOCK, KV_STEPS, PAGE, SLOTS, Attention, check_quantized
-from mlc_amd.schedules.tir import Expr
+from mlc_amd.schedules.operators.attention import KV_BLOCK, PAGE, SLOTS, Attention, check_quantized
+from mlc_amd.schedules.tir import Buffer, Expr
 
 BLOCK = PAGE  # keys of a block
 _TILE = 16  # keys that are interleaved in Kc
 _HEAD = 8  # columns: head sizes are multiples
-_DTYPE, _CODE = "float16", "int8"
-_BYTES = {_DTYPE: 2, _CODE: 1}
 _NAMES = {"k": "Kc", "v": "Vc", "ks": "Ks", "vs": "Vs"}  # parameters
 
 
@@ -69,10 +71,14 @@ def cache_types(spec: Attention) -> dict[str, tuple[tuple[int, ...], str]]:
             f"{spec.ctx} and {spec.d}"
         )
     check_quantized(spec)
-    k, v = (pages, kv_heads, BLOCK // _TILE, width, _TILE), (pages, kv_heads, BLOCK, width)
-    scales = ((pages, kv_heads, spec.d // KV_BLOCK, BLOCK), _DTYPE)
-    element = _CODE if spec.quantized else _DTYPE
-    found = {"k": (v if spec.values else k, element), "v": (v, element), "ks": scales, "vs": scales}
+    scales = ((pages, kv_heads, spec.d // KV_BLOCK, BLOCK), "float16")
+
+    def lines(codes: Codes | None, tile: int = 0):
+        columns, kind = cache_codes.stored(width, codes)
+        return (pages, kv_heads, *((BLOCK // tile, columns, tile) if tile else (BLOCK, columns))), kind
+
+    keys, values = lines(spec.key_codes, 0 if spec.values else _TILE), lines(spec.value_codes)
+    found = {"k": keys, "v": values, "ks": scales, "vs": scales}
     return {name: found[name] for name in spec.cache}
 
 
@@ -180,8 +186,7 @@ class Cache:
 
     def __init__(self, spec: Attention, isa: Isa):
         self.spec, self.width, self.isa = spec, spec.width, isa
-        self.dtype = _CODE if spec.quantized else _DTYPE
-        self.line = LINE // _BYTES[self.dtype]  # elements of a cache line
+        self.codes = spec.key_codes, spec.value_codes
 
     def declare_pages(self) -> "Cache":
         self.pages = T.arg("pages", T.buffer((SLOTS, self.spec.blocks), "int32"))
@@ -189,8 +194,9 @@ class Cache:
 
     def declare(self) -> None:
         types = cache_types(self.spec)
-        self.K, *rest = (T.arg(_NAMES[which], T.buffer(*of)) for which, of in types.items())
-        self.V, *self.scales = rest or [self.K]
+        found = {which: T.arg(_NAMES[which], T.buffer(*of)) for which, of in types.items()}
+        self.K, self.V = found["k"], found.get("v", found["k"])
+        self.scales = [found[which] for which in ("ks", "vs") if which in found]
 
     def page(self, slot: Expr, block: Expr) -> Expr:
         """The page of a slot's block, in a register. Blocks after the last one are clamped: they may be prefetched."""
@@ -209,7 +215,7 @@ class Cache:
         tile, lane = T.Bind(key // _TILE), T.Bind(key % _TILE)
 
         def write(e, n, y):
-            y = T.Bind(T.cast(y, dtype(self.dtype, n)))
+            y = T.Bind(T.cast(y, dtype(self.K.dtype, n)))
             for i in range(n):
                 store(self.K, T.Shuffle([y], [T.int32(i)]), page, head, tile, e + i, lane)
 
@@ -220,32 +226,33 @@ class Cache:
         page, key = place
 
         def write(e, n, x):
-            store(self.V, T.cast(x, dtype(self.dtype, n)), page, head, key, at(e, n))
+            store(self.V, T.cast(x, dtype(self.V.dtype, n)), page, head, key, at(e, n))
 
         return self._writer(write, 1, head, place)
 
     @contextmanager
     def _writer(self, write, which, head, place):
-        """`write`, or, of a quantized cache, what calls it with the codes of a head when all of this is there. which:
-        the number of the tensor of scales."""
-        if not self.scales:
+        """`write`, or, of a quantized cache, what calls it with the codes of a head when all of this is there. which: 0
+        for keys, 1 for values."""
+        codes, d = self.codes[which], self.spec.d
+        if codes is None:
             yield write
             return
-        whole = T.alloc_buffer((self.spec.d,), "float32", scope="local")
+        whole = T.alloc_buffer((d,), "float32", scope="local")
         yield lambda e, n, x: store(whole, x, at(e, n))
-        with T.serial(self.spec.d // KV_BLOCK) as block:
+        if self.spec.rotation:
+            hadamard(whole, d, self.spec.rotation)
+        with T.serial(d // KV_BLOCK) as block:
             columns = [block * KV_BLOCK + e for e in range(0, KV_BLOCK, LANES)]
             x = [T.Bind(whole[at(c)]) for c in columns]
-            top = T.reinterpret("float32", reduce("smax", magnitudes(x)))
-            scale = T.Bind(T.cast(T.min(top * T.float32(1 / KV_STEPS), T.float32(HALF_MAX)), _DTYPE))
+            steps, scale = cache_codes.quantized(x, codes)
             page, key = place
-            store(self.scales[which], scale, page, head, block, key)
-            real = T.Bind(T.cast(scale, "float32"))
-            # the largest codes of a block with a scale that float16 rounds coarsely would be above KV_STEPS
-            inverse = T.Bind(T.Select(real > T.float32(0), T.float32(1) / real, T.float32(0)))
-            for c, v in zip(columns, x, strict=True):
-                steps = T.min(T.max(v * splat(inverse), f32(-KV_STEPS)), f32(KV_STEPS))
-                write(c, LANES, T.cast(T.nearbyint(steps), dtype("int32", LANES)))
+            store(self.scales[-1 if which else 0], scale, page, head, block, key)
+            if codes.bits == 8:
+                for c, v in zip(columns, steps, strict=True):
+                    write(c, LANES, v)
+            else:
+                write(block * LANES, LANES, cache_codes.halves_of_bytes(steps, codes))
 
     def block(self, kv: Expr, slot: Expr, number: Expr) -> "CacheBlock":
         """The CacheBlock number `number` of a slot's KV head, all keys of which may be read."""
@@ -273,8 +280,6 @@ class CacheBlock:
     def prepare(self) -> None:
         """Makes what all products share: of a latent cache the keys as float32 with those of a column side by side; of
         a quantized one its scales. Those of keys that are not to be read are converted, too, and not used."""
-        if self.cache.spec.values:
-            self._turn()
         blocks = self.cache.spec.d // KV_BLOCK
         self._scales = [registers(blocks, BLOCK) for _ in self.cache.scales]
         for target, source in zip(self._scales, self.cache.scales, strict=True):
@@ -282,6 +287,8 @@ class CacheBlock:
                 for key in range(0, BLOCK, LANES):
                     scale = self.cache.isa.half(source[self.page, self.kv, block, at(key)], LANES)
                     store(target, scale, block, at(key))
+        if self.cache.spec.values:
+            self._turn()
 
     def _turn(self) -> None:
         self._turned = T.alloc_buffer((self.cache.width, BLOCK), "float32", scope="local")
@@ -306,17 +313,27 @@ class CacheBlock:
         if self._turned is not None:
             return T.Bind(self._turned[c, at(key, n)])
         tile = key // _TILE if self._tiles is None else self._tiles[key // _TILE]
-        stored = self.cache.K[self.page, self.kv, tile, c, at(key % _TILE, n)]
-        if not self._scales:
+        codes, (column, half) = self.cache.codes[0], self._column(c, 0)
+        stored = self.cache.K[self.page, self.kv, tile, column, at(key % _TILE, n)]
+        if codes is None:
             return self.cache.isa.half(stored, n)
-        return T.Bind(widen(stored, n) * self._scales[0][c // KV_BLOCK, at(tile * _TILE + key % _TILE, n)])
+        scales = self._scales[0][c // KV_BLOCK, at(tile * _TILE + key % _TILE, n)]
+        return T.Bind(cache_codes.number(stored, codes, half, n) * scales)
 
     def load_value(self, key: Expr, c: Expr, n: int) -> Expr:
         """Elements c .. c+n-1 of the value of the block's key `key`, as float32."""
-        stored = self.cache.V[self.page, self.kv, key, at(c, n)]
-        if not self._scales:
+        codes, (column, half) = self.cache.codes[1], self._column(c, 1)
+        stored = self.cache.V[self.page, self.kv, key, at(column, n)]
+        if codes is None:
             return self.cache.isa.half(stored, n)
-        return T.Bind(widen(stored, n) * splat(self._scales[1][c // KV_BLOCK, key], n))
+        return T.Bind(cache_codes.number(stored, codes, half, n) * splat(self._scales[-1][c // KV_BLOCK, key], n))
+
+    def _column(self, c: Expr, which: int) -> tuple[Expr, Expr]:
+        """(column of Kc or Vc that has column c, whether its upper half does)."""
+        codes = self.cache.codes[which]
+        if codes is None or codes.bits == 8:
+            return c, 0
+        return c // KV_BLOCK * LANES + c % LANES, c // LANES % 2
 
     def prefetch_keys(self, part: Expr, locality: int) -> None:
         """Prefetches part `part` of `width` equal parts of the live keys, in the order of their addresses: the hardware
@@ -324,7 +341,7 @@ class CacheBlock:
         values."""
         if self.cache.spec.values:
             return
-        width, size = self.cache.width, self.cache.line
+        width, size = int(self.cache.K.shape[3]), _line(self.cache.K)
         end = (self.live - 1) // _TILE * (_TILE * width) + (_TILE * width - size)
         for line in range(0, BLOCK, size):
             place = T.min(part * BLOCK + line, end)
@@ -332,14 +349,19 @@ class CacheBlock:
 
     def prefetch_value(self, key: Expr, locality: int) -> None:
         """Prefetches the value of the block's key `key`, or of its last live one if that comes before."""
-        for c in range(0, self.cache.width, self.cache.line):
+        for c in range(0, int(self.cache.V.shape[3]), _line(self.cache.V)):
             prefetch(self.cache.V, self.page, self.kv, T.min(key, self.live - 1), c, locality=locality)
 
     def prefetch_part(self, part: Expr, parts: int, locality: int) -> None:
         """Prefetches part `part` of `parts` equal parts (an int) of all keys and values."""
-        lines = -(-BLOCK * self.cache.width // (self.cache.line * parts))
-        with T.serial(lines) as i:
-            place = opaque((part * lines + i) * self.cache.line)
-            if not self.cache.spec.values:
-                prefetch(self.cache.K, self.page, self.kv, 0, 0, place, locality=locality)
-            prefetch(self.cache.V, self.page, self.kv, 0, place, locality=locality)
+        for buffer in {id(buffer): buffer for buffer in (self.cache.K, self.cache.V)}.values():
+            elements, line = math.prod(int(size) for size in buffer.shape[2:]), _line(buffer)
+            lines = -(-elements // (line * parts))
+            with T.serial(lines) as i:
+                place = opaque((part * lines + i) * line)
+                prefetch(buffer, self.page, self.kv, *[0] * (len(buffer.shape) - 3), place, locality=locality)
+
+
+def _line(buffer: Buffer) -> int:
+    """Elements of a cache line."""
+    return LINE // cache_codes.BYTES[str(buffer.dtype)]

@@ -16,6 +16,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.cpu import registry
 from mlc_amd.schedules.cpu.attention.cache import Cache, RowTable, is_position
 from mlc_amd.schedules.cpu.base.arch import Arch
+from mlc_amd.schedules.cpu.base.hadamard import hadamard
 from mlc_amd.schedules.cpu.base.kernel import kernel, row_loop
 from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, splat, store, tree_add
 from mlc_amd.schedules.kv_writes import latent_args, rope_args
@@ -96,6 +97,18 @@ def _rotated(rotation: Rotation, load: Load, d: int, rope: Rope, weight: Buffer 
     return vectors(normalized(lambda e, n: turned[at(e, n)], d, rope.eps, weight), d)
 
 
+def multiplied(head: Head, d: int, size: int) -> Head:
+    """A head of d columns times Hadamard matrices of that size; 0: as it is."""
+    if not size:
+        yield from head
+        return
+    whole = T.alloc_buffer((d,), "float32", scope="local")
+    for e, n, y in head:
+        store(whole, y, at(e, n))
+    hadamard(whole, d, size)
+    yield from vectors(lambda e, n: whole[at(e, n)], d)
+
+
 @registry.builds(RopeKvWrite)
 def rope_kv_write(op: RopeKvWrite, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
     """Kernel (state int32[4], rows int32 [m, 2], pages as in `cache.py`, those of `rope_args`, Kc, Vc and, if
@@ -120,7 +133,8 @@ def rope_kv_write(op: RopeKvWrite, arch: Arch, name: str, plan: None = None) -> 
                 rotation = Rotation(sources.CS, row if rope.by_row else position, d, rope)
                 with T.serial(spec.heads) as h:
                     load = loader(sources.Q, row, h, d)
-                    for e, n, y in _rotated(rotation, load, d, rope, sources.QN):
+                    query = _rotated(rotation, load, d, rope, sources.QN)
+                    for e, n, y in multiplied(query, d, spec.rotation):
                         store(Qo, y * f32(spec.query_scale, n), row, h, at(e, n))
                 if cache:
                     place = cache.place(table.slot(row), position)

@@ -14,7 +14,7 @@ quantization serves weights of all formats.
 
     rms_norm    y = x * G / sqrt(mean(x*x) + eps), as float32 or straight to int8 blocks, or both
     layer_norm  y = z * G / sqrt(mean(z*z) + eps) + B, z = x - mean(x), likewise
-    quantize    x to int8 blocks
+    quantize    x, or x times Hadamard matrices, to int8 blocks or float32
 
 Rows that are not live are left as they were. A single row takes less time than waking the other threads, so work is
 split by rows, never by columns.
@@ -31,6 +31,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu import registry
 from mlc_amd.schedules.cpu.base.arch import Arch, tile_rows
+from mlc_amd.schedules.cpu.base.hadamard import hadamard
 from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows, row_loop
 from mlc_amd.schedules.cpu.base.vector import (
     LANES,
@@ -241,12 +242,22 @@ def norm(op: RmsNorm | LayerNorm, arch: Arch, name: str, plan: None = None) -> t
 
 @registry.builds(Quantize)
 def quantize(op: Quantize, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X float32 [m, k], A, S): the live rows to int8 blocks in tiles. UserError unless 32
-    divides k."""
+    """Kernel (state int32[4], X float32 [m, k], A, S, or with layout "" Y float32 [m, k]): the live rows, times
+    Hadamard matrices if op.rotation, to int8 blocks in tiles. UserError unless 32 divides k."""
     with kernel(name) as (builder, state):
         X = T.arg("X", T.buffer((op.m, op.k), "float32"))
-        output = Output(op.m, op.k, tile_rows(op.m, arch), True, "")
-        with row_loop(state, op.m) as row, T.serial(op.k // BLOCK) as block:
-            low, high = (X[row, at(block * BLOCK + half)] for half in (0, LANES))
-            output.store_block(low, high, row, block)
+        output, size = Output(op.m, op.k, tile_rows(op.m, arch), bool(op.layout), "Y"), op.rotation or BLOCK
+        with row_loop(state, op.m) as row, T.serial(op.k // size) as part:
+            turned = T.alloc_buffer((size,), "float32", scope="local") if op.rotation else None
+            if turned is not None:
+                with T.serial(size // LANES) as i:
+                    store(turned, X[row, at(part * size + i * LANES)], at(i * LANES))
+                hadamard(turned, size, size)
+            with T.serial(size // BLOCK) as i:
+                block = part * (size // BLOCK) + i
+                low, high = (
+                    X[row, at(block * BLOCK + half)] if turned is None else turned[at(i * BLOCK + half)]
+                    for half in (0, LANES)
+                )
+                output.store_block(low, high, row, block)
     return builder.get()

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.gpu.attention.cache import KEYS, UNIT, WORDS, KeyBlock, Units
+from mlc_amd.schedules.gpu.attention.cache import KEYS, UNIT, KeyBlock
+from mlc_amd.schedules.gpu.attention.cache_units import WORDS, Units
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED
 from mlc_amd.schedules.gpu.base.profiles import Profile
 from mlc_amd.schedules.gpu.base.quantize import WIDTH

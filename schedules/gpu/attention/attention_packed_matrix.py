@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.attention_step import MAX_GROUP, Step
-from mlc_amd.schedules.gpu.attention.cache import DTYPE, KEYS, UNIT, Cache, Visible, cache_types
+from mlc_amd.schedules.gpu.attention.cache import DTYPE, KEYS, UNIT, Cache, Visible, cache_types, forms
 from mlc_amd.schedules.gpu.base.device import launch
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, vector
@@ -65,7 +65,7 @@ class PackedCache(Cache):
     """Of one sequence, whose pages are in order, between the launches of a kernel."""
 
     def __init__(self, attention: Attention):
-        self.d, self.scales, self.shifts = attention.d, [], False
+        self.d, self.scales, self.shifts, self.forms = attention.d, [], False, forms(attention)
         self.Kc, self.Vc = (T.alloc_buffer(*of, scope="global") for of in cache_types(attention).values())
 
     def page(self, slot: Expr, position: Expr) -> Expr:

@@ -21,7 +21,8 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.attention_rows_size import KeyLoads, key_loads
 from mlc_amd.schedules.gpu.attention.attention_step import LOWEST, P_SHIFT, Joined, Sees, join, soft_cap
-from mlc_amd.schedules.gpu.attention.cache import UNIT, WORDS, KeyBlock, Units
+from mlc_amd.schedules.gpu.attention.cache import UNIT, KeyBlock
+from mlc_amd.schedules.gpu.attention.cache_units import WORDS, Units
 from mlc_amd.schedules.gpu.base.device import (
     WAVE_SHARED,
     barrier,
@@ -84,7 +85,7 @@ class Rows:
         self.batch = _part(loads.step // UNIT, loads.loads // self.columns)
         self.scores = local(count * self.keys)
         self.key = Units(attention, self.keys * self.key_batch, "key")
-        self.value = Units(attention, self.columns * self.batch, "value")
+        self.value = Units(attention, self.columns * self.batch, "key" if self.latent else "value")
         if self.pairs:  # of each row, by keys of a lane, of which even lanes have the next lane's weight, too
             self.weights = [[T.int32(0)] * self.keys for _ in range(count)]
             return

@@ -26,7 +26,8 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.attention_rows_size import SCORES, holds, out_units, room, row_tiles
 from mlc_amd.schedules.gpu.attention.attention_step import LIMIT, LOWEST, P_SHIFT, START, Joined, Sees, join, soft_cap
-from mlc_amd.schedules.gpu.attention.cache import UNIT, WORDS, KeyBlock, Units
+from mlc_amd.schedules.gpu.attention.cache import UNIT, KeyBlock
+from mlc_amd.schedules.gpu.attention.cache_units import WORDS, Units
 from mlc_amd.schedules.gpu.base.device import any_lane, dot2, exp2, intrin, maximum, rint, schedule_fence, shuffle_xor
 from mlc_amd.schedules.gpu.base.matrices import SIDE, known_unit, wave_matrices
 from mlc_amd.schedules.gpu.base.profiles import Device

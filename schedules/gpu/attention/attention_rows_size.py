@@ -6,7 +6,7 @@ from typing import NamedTuple
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.gpus import RATES
 from mlc_amd.schedules.gpu.attention.attention_step import OTHER_BYTES
-from mlc_amd.schedules.gpu.attention.cache import WORDS
+from mlc_amd.schedules.gpu.attention.cache_units import WORDS
 from mlc_amd.schedules.gpu.base.matrices import SIDE, known_unit
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH

@@ -32,12 +32,13 @@ from mlc_amd.schedules.gpu.attention.attention_step import (
 from mlc_amd.schedules.gpu.attention.cache import clamped_position, visible
 from mlc_amd.schedules.gpu.base.arrival import Outbox, arrive, zero_after
 from mlc_amd.schedules.gpu.base.device import each, exp2, rcp, uniform, wave_max, wave_scan, wave_sum
+from mlc_amd.schedules.gpu.base.hadamard import hadamard
 from mlc_amd.schedules.gpu.base.matrices import known_unit
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, local, opaque, put
 from mlc_amd.schedules.gpu.base.step import FEW
-from mlc_amd.schedules.operators.attention import Attention
+from mlc_amd.schedules.operators.attention import Attention, CausalAttention
 from mlc_amd.schedules.tir import Buffer, Expr
 
 
@@ -262,8 +263,12 @@ class Join:
         return self.place * (self.splits.maximum * stride) + split * stride + element
 
     def _emit(self, values: Sequence[Expr], row: Expr, column: Expr, valid: Expr) -> None:
-        column = self._head(row) * self.splits.d + column
-        self.step.store(self.arch, [T.Bind(y) for y in values], self.token, column, valid)
+        column, y = self._head(row) * self.splits.d + column, [T.Bind(y) for y in values]
+        if (
+            isinstance(self.step.op, CausalAttention) and self.step.op.back
+        ):  # neighbouring lanes have neighbouring columns
+            (y,) = hadamard(self.arch, self.lane, [y], self.step.layer.rotation)
+        self.step.store(self.arch, y, self.token, column, valid)
 
     def store_alone(self, quad: Callable[[Expr, Expr], Joined]) -> None:
         """Stores the output where one split has all keys. quad(row, column): the workgroup's results, of

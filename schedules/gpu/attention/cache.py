@@ -13,13 +13,17 @@ ctx/PAGE pages, but there may be any number, of fewer than 2**31 elements.
 
 In latent attention there is Kc alone: values are the leading columns of the keys.
 
-A cache of type q8_0 has codes, of which two units have 16 bytes side by side, and for each block of KV_BLOCK columns
-the scales of a page's keys or values:
+A quantized cache (`Attention.quantized`) has codes, of 8 bits with two units side by side in 16 bytes, of 4 bits with a
+unit of a key in 4 bytes and a unit of two columns of the values in 8 (`cache_codes.py`):
 
-    Kc     int8 [pages, kv_heads, PAGE/32, d/16, 32, 16]    Vc  int8 [pages, kv_heads, PAGE/16, d, 16]
+    Kc  int8 [pages, kv_heads, PAGE/32, d/16, 32, 16]    Vc  int8 [pages, kv_heads, PAGE/16, d, 16]
+    Kc uint8 [pages, kv_heads, PAGE/32, d/8, 32, 4]      Vc uint8 [pages, kv_heads, PAGE/16, d/2, 16]
+
+and for each block of KV_BLOCK columns the scales of a page's keys or values (in latent attention of the keys):
+
     Ks, Vs float16 [pages, kv_heads, d/32, PAGE]
 
-Units of it become float32 or float16 where they are used (`Units`, `cache_codes.py`).
+Units of it become float32 or float16 where they are used (`cache_units.py`).
 
 A row of a step has a position in its sequence and a slot, which names the sequence: `rows` int32[m, 2]. The page with
 the keys of the positions PAGE*i .. of a slot is `pages` int32[SLOTS, ctx/PAGE] [slot, i]. Entries after the last key
@@ -35,7 +39,8 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention import cache_codes
-from mlc_amd.schedules.gpu.base.device import halves
+from mlc_amd.schedules.gpu.attention.cache_codes import FORMS, Form
+from mlc_amd.schedules.gpu.base.hadamard import hadamard
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, local, put
@@ -45,10 +50,7 @@ from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 Element = Callable[[Expr], Expr]
 DTYPE = "float16"
-CODE = "int8"
 KEYS, UNIT = 32, 8  # keys of a tile of Kc; elements of a unit
-CODES = 16  # of two units
-WORDS = UNIT // 2  # of a unit of float16
 NOT_NEGATIVE = 0x7FFFFFFF  # a mask: lets address arithmetic split off a page number (compiler/codegen/spirv/memory.py)
 
 
@@ -66,16 +68,19 @@ def cache_types(attention: Attention) -> dict:
             f"{ctx} and {attention.d}"
         )
     check_quantized(attention)
-    if attention.quantized:
-        pages, d = ctx // PAGE, attention.d
-        scales = (pages, kv_heads, d // KV_BLOCK, PAGE), DTYPE
-        k = (pages, kv_heads, PAGE // KEYS, d // CODES, KEYS, CODES), CODE
-        return {"k": k, "v": ((pages, kv_heads, PAGE // CODES, d, CODES), CODE), "ks": scales, "vs": scales}
-    found = {
-        "k": ((ctx // PAGE, kv_heads, PAGE // KEYS, width // UNIT, KEYS, UNIT), DTYPE),
-        "v": ((ctx // PAGE, kv_heads, PAGE // UNIT, width, UNIT), DTYPE),
-    }
+    first, (k, v) = (ctx // PAGE, kv_heads), forms(attention)
+    keys = (*first, PAGE // KEYS, width // k.side, KEYS, k.size), k.dtype
+    values = (*first, PAGE // v.side, width // v.shared, v.size), v.dtype
+    scales = (*first, attention.d // KV_BLOCK, PAGE), DTYPE
+    found = {"k": keys, "v": values, "ks": scales, "vs": scales}
     return {name: found[name] for name in attention.cache}
+
+
+def forms(attention: Attention) -> tuple[Form, Form]:
+    """Of keys and of values."""
+    bits = (codes.bits if codes else 16 for codes in (attention.key_codes, attention.value_codes))
+    k, v = (FORMS[n][i] for i, n in enumerate(bits))
+    return k, v
 
 
 def place_args(m: int, attention: Attention | None) -> list[Buffer]:
@@ -96,9 +101,10 @@ class KeyBlock(NamedTuple):
     def key(self, place: Expr, c: Expr) -> Expr:
         """Unit c (elements 8*c ..) of the key in a place of the page, float16; of a quantized cache its codes."""
         tile, inner = self._split(place, KEYS)
-        if not self.cache.scales:
-            return self.cache.Kc[self.page, self.kv, tile, c, inner, at(0, UNIT)]
-        pair, half = self._split(c, CODES // UNIT)
+        form = self.cache.forms[0]
+        if form.side == UNIT:
+            return self.cache.Kc[self.page, self.kv, tile, c, inner, at(0, form.size)]
+        pair, half = self._split(c, form.side // UNIT)
         return self.cache.Kc[self.page, self.kv, tile, pair, inner, at(half * UNIT, UNIT)]
 
     def key_scale(self, place: Expr, c: Expr) -> Expr:
@@ -109,10 +115,16 @@ class KeyBlock(NamedTuple):
     def value(self, i: Expr, column: Expr) -> Expr:
         """Unit i (places place0 + 8*i ..) of a column of the values, float16; of a quantized cache its codes."""
         first, _ = self._split(self.place0, UNIT)
-        if not self.cache.scales:
+        form = self.cache.forms[1]
+        if form.side == UNIT:
             return self.cache.Vc[self.page, self.kv, first + i, column, at(0, UNIT)]
-        pair, half = self._split(first + i, CODES // UNIT)
+        pair, half = self._split(first + i, form.side // UNIT)
+        column, _ = self._split(column, form.shared) if form.shared > 1 else (column, 0)
         return self.cache.Vc[self.page, self.kv, pair, column, at(half * UNIT, UNIT)]
+
+    def value_shift(self, column: Expr) -> Expr:
+        """Where a byte of `value` has that column, where it has two."""
+        return T.cast(self._split(column, 2)[1] * 4, "uint32")
 
     def value_scales(self, i: Expr, column: Expr) -> Expr:
         """The scales of its codes, one for each, float16."""
@@ -132,12 +144,13 @@ class Cache:
     `Attention` layer; pages: of `place_args`."""
 
     def __init__(self, attention: Attention, pages: Buffer):
-        self.d, self.pages, self.shifts = attention.d, pages, False
+        self.layer, self.d, self.pages, self.shifts = attention, attention.d, pages, False
+        self.forms = forms(attention)
         types = cache_types(attention)
         self.Kc = T.arg("Kc", T.buffer(*types["k"]))
         self.Vc: Buffer = T.arg("Vc", T.buffer(*types["v"])) if "v" in types else None
-        scales = (("Ks", "ks"), ("Vs", "vs")) if attention.quantized else ()
-        self.scales = [T.arg(name, T.buffer(*types[which])) for name, which in scales]
+        scales = (("Ks", "ks"), ("Vs", "vs"))
+        self.scales = [T.arg(name, T.buffer(*types[which])) for name, which in scales if which in types]
 
     def by_shifts(self) -> "Cache":
         """The same with index arithmetic by shifts, which TVM leaves alone, and not by divisions, which it simplifies;
@@ -175,18 +188,19 @@ class Cache:
         """`store_key` of a quantized cache, or with which = 1 `store_value`, by a wave's lanes. element(e): element
         e of the head, float32, for any lane."""
         page, place = self._place(slot, position)
-        count = self.d // WIDTH
-        for first in range(0, count, arch.wave):
-            valid = None if first + arch.wave <= count else first + lane < count
-            e = T.Bind((first + lane if valid is None else T.min(first + lane, T.int32(count - 1))) * WIDTH)
-            codes, scale = cache_codes.quantized(arch, [T.Bind(element(e + i)) for i in range(WIDTH)])
-            codes = [T.cast(code, CODE) for code in codes]
+        form, codes = self.forms[which], (self.layer.key_codes, self.layer.value_codes)[which]
+        assert codes, "a quantized cache"
+        for valid, e, values in own_quads(arch, self.layer, element, lane):
+            steps, scale = cache_codes.quantized(arch, codes, values)
+            stored = cache_codes.stored(form, steps)
             if which == 0:
-                there = (page, kv, place // KEYS, e // CODES, place % KEYS)
-                store_valid(valid, self.Kc, [((*there, e % CODES + i), code) for i, code in enumerate(codes)])
+                begin, step = (e % form.side // WIDTH, 2) if form.packed else (e % form.side, 1)
+                unit = page, kv, place // KEYS, e // form.side, place % KEYS
+                indices = [(*unit, begin + i * step) for i in range(len(stored))]
             else:
-                there = (page, kv, place // CODES)
-                store_valid(valid, self.Vc, [((*there, e + i, place % CODES), code) for i, code in enumerate(codes)])
+                column, key = e // form.shared, place % form.side
+                indices = [(page, kv, place // form.side, column + i, key) for i in range(len(stored))]
+            store_valid(valid, self.Vc if which else self.Kc, zip(indices, stored, strict=True))
             begins = e % KV_BLOCK == 0
             where = begins if valid is None else valid & begins
             store_valid(where, self.scales[which], [((page, kv, e // KV_BLOCK, place), scale)])
@@ -247,58 +261,27 @@ def own_elements(arch: Device, lane: Expr, first: int, end: int) -> Iterator[tup
         yield valid, T.Bind(e + lane if valid is None else T.min(e + lane, T.int32(end - 1)))
 
 
+def own_quads(
+    arch: Device, layer: Attention, element: Element, lane: Expr
+) -> list[tuple[Expr | None, Expr, list[Expr]]]:
+    """Of a head of a layer (whether this lane has them, as of `own_elements`, the first, their values) of each four
+    consecutive elements that this lane has, multiplied as `Attention.rotation` says. element(e): element e before that,
+    float32, for any lane. All lanes of the wave must call this."""
+    count, found = layer.d // WIDTH, []
+    for valid, quad in own_elements(arch, lane, 0, count):
+        e = T.Bind(quad * WIDTH)
+        found.append((valid, e, [T.Bind(element(e + i)) for i in range(WIDTH)]))
+    if not layer.rotation:
+        return found
+    turned = hadamard(arch, lane, [values for _, _, values in found], layer.rotation)
+    return [(valid, e, values) for (valid, e, _), values in zip(found, turned, strict=True)]
+
+
 def store_valid(valid: Expr, buffer: Buffer, stores: Iterable[tuple[Sequence[Expr], Expr]]) -> None:
     """Stores (index, value)s where `valid` holds (None: always)."""
     with when(valid):
         for index, value in stores:
             T.buffer_store(buffer, value, list(index))
-
-
-# ---- units in registers
-
-
-class Units:
-    """Registers for `count` units of keys, or of values, of an `Attention` layer, as they were loaded: conversions wait
-    until the units are used, so that many loads are in flight."""
-
-    def __init__(self, attention: Attention, count: int, kind: str):
-        self.quantized, self.scales_of_unit = attention.quantized, {"key": 1, "value": UNIT}[kind]
-        self.size = UNIT // cache_codes.BYTES if self.quantized else WORDS
-        self.words = local(count * self.size, "uint32")
-        self.scales: Buffer = local(count * self.scales_of_unit, "float16") if self.quantized else None
-
-    def load_key(self, n: Expr, block: KeyBlock, place: Expr, c: Expr) -> None:
-        """Unit number n becomes unit c of the key in a place of the page."""
-        self._put(n, block.key(place, c), block.key_scale(place, c) if self.quantized else None)
-
-    def load_value(self, n: Expr, block: KeyBlock, i: Expr, column: Expr) -> None:
-        """Unit number n becomes unit i of a column of the values."""
-        self._put(n, block.value(i, column), block.value_scales(i, column) if self.quantized else None)
-
-    def _put(self, n: Expr, unit: Expr, scales: Expr | None) -> None:
-        put(self.words, T.reinterpret(f"uint32x{self.size}", unit), at(n * self.size, self.size))
-        if scales is not None:
-            put(self.scales, scales, at(n * self.scales_of_unit, self.scales_of_unit))
-
-    def _scales(self, n: Expr) -> Expr:
-        return self.scales[at(n * self.scales_of_unit, self.scales_of_unit)]
-
-    def reals(self, first: Expr, count: int) -> list[list[Expr]]:
-        """Units first .. as float32 in registers: a list of eight for each."""
-        words = [[T.Bind(self.words[(first + i) * self.size + w]) for w in range(self.size)] for i in range(count)]
-        if self.quantized:
-            return [cache_codes.reals(unit, T.Bind(self._scales(first + i))) for i, unit in enumerate(words)]
-        return [[x for word in unit for x in halves(word)] for unit in words]
-
-    def pairs(self, n: Expr) -> tuple[Buffer, Expr]:
-        """(buffer, first): WORDS words of two float16 each, unit number n."""
-        if not self.quantized:
-            return self.words, n * WORDS
-        found = local(WORDS, "uint32")
-        words = [self.words[n * self.size + w] for w in range(self.size)]
-        for i, pair in enumerate(cache_codes.halves(words, T.Bind(self._scales(n)))):
-            put(found, pair, i)
-        return found, 0
 
 
 # ---- rows and the keys that they see

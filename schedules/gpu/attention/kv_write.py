@@ -20,7 +20,16 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu import registry
-from mlc_amd.schedules.gpu.attention.cache import Cache, own_elements, place_args, row_position, row_slot, store_valid
+from mlc_amd.schedules.gpu.attention.cache import (
+    Cache,
+    Element,
+    own_elements,
+    own_quads,
+    place_args,
+    row_position,
+    row_slot,
+    store_valid,
+)
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, launch, rsqrt, wave_meets, wave_sum
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.step import WAVES, builds, is_live
@@ -155,6 +164,25 @@ class Heads:
         cache.store_value(self.arch, kv, slot, position, lambda e: self.value(row, kv, e, scale), self.lane)
 
 
+class Meeting:
+    """Shared memory through which a wave's lanes get elements of a head that others rotated. They are rounded to
+    float16, as what decode attention has of its own key, unless they are multiplied by a Hadamard matrix, before which
+    decode attention has none."""
+
+    def __init__(self, arch: Device, attention: Attention, waves: int, wave: Expr):
+        self.arch, self.begin = arch, T.Bind(wave * attention.d)
+        dtype = "float32" if attention.rotation else "float16"
+        self.buffer = T.alloc_buffer((waves * attention.d,), dtype, scope=WAVE_SHARED)
+
+    def of(self, elements: Iterable[Elements]) -> Element:
+        """element(e) of a head for any lane."""
+        for valid, values in elements:
+            stores = [((self.begin + e,), T.cast(y, self.buffer.dtype)) for e, y in values]
+            store_valid(valid, self.buffer, stores)
+        wave_meets(self.arch)
+        return lambda e: T.cast(self.buffer[self.begin + e], "float32")
+
+
 @builds(RopeKvWrite)
 def rope_kv_write(op: RopeKvWrite, arch: Device, state: Buffer, plan: WavesPlan | None) -> None:
     """Kernel (state, rows, pages, those of `rope_args`, the cache as in `cache.py`, Qo float16 [m, heads, width], whose
@@ -170,25 +198,19 @@ def rope_kv_write(op: RopeKvWrite, arch: Device, state: Buffer, plan: WavesPlan 
     with launch((-(-total // waves), m), (arch.wave, waves)) as (block, row, lane, wave):
         own = Heads(arch, attention, rope, sources, lane, d)
         head, position = T.Bind(block * waves + wave), T.Bind(row_position(rows, row))
-        if cache and attention.quantized:
-            turned = T.alloc_buffer((waves * d,), "float16", scope=WAVE_SHARED)
+        meeting = Meeting(arch, attention, waves, wave) if attention.quantized else None
 
         def write_query() -> None:
-            scale = T.float32(attention.query_scale)
-            for valid, values in own.query(row, head, position):
+            scale, query = T.float32(attention.query_scale), own.query(row, head, position)
+            if attention.rotation and meeting:
+                quads = own_quads(arch, attention, meeting.of(query), lane)
+                query = ((valid, [(e + i, y) for i, y in enumerate(values)]) for valid, e, values in quads)
+            for valid, values in query:
                 stores = [((row, head, e), T.cast(y * scale, "float16")) for e, y in values]
                 store_valid(valid, Qo, stores)
             for first in range(d, attention.width, arch.wave):
                 valid = None if first + arch.wave <= attention.width else first + lane < attention.width
                 store_valid(valid, Qo, [((row, head, first + lane), T.float16(0))])
-
-        def write_codes(cache: Cache, kv: Expr, slot: Expr, key: Expr) -> None:
-            """The lanes that quantize a block have others of its elements than those that rotated them. Rounded to
-            float16, as what decode attention has of its own key."""
-            for valid, values in key:
-                store_valid(valid, turned, [((wave * d + e,), T.cast(y, "float16")) for e, y in values])
-            wave_meets(arch)
-            cache.store_codes(arch, kv, slot, position, lambda e: T.cast(turned[wave * d + e], "float32"), lane)
 
         def write_key_or_value(cache: Cache) -> None:
             slot = row_slot(rows, row)
@@ -196,8 +218,8 @@ def rope_kv_write(op: RopeKvWrite, arch: Device, state: Buffer, plan: WavesPlan 
                 with T.Then():
                     kv = T.Bind(head - heads)
                     key = own.key(row, kv, position)
-                    if attention.quantized:
-                        write_codes(cache, kv, slot, key)
+                    if meeting:
+                        cache.store_codes(arch, kv, slot, position, meeting.of(key), lane)
                     else:
                         cache.store_key(kv, slot, position, key)
                 with T.Else():
@@ -240,6 +262,7 @@ def latent_kv_write(op: LatentKvWrite, arch: Device, state: Buffer, plan: WavesP
     Qo = T.arg("Qo", T.buffer((m, heads, width), "float16"))
     with launch((-(-(heads + 1) // waves), m), (arch.wave, waves)) as (block, row, lane, wave):
         own = Heads(arch, attention, rope, sources, lane, shared)
+        meeting = Meeting(arch, attention, waves, wave) if attention.quantized else None
         head, position = T.Bind(block * waves + wave), T.Bind(row_position(rows, row))
 
         def turned(X: Expr, column: Expr) -> Iterator[Expr]:
@@ -259,7 +282,11 @@ def latent_kv_write(op: LatentKvWrite, arch: Device, state: Buffer, plan: WavesP
             latent = [(valid, e, T.Bind(K[row, e])) for valid, e in own_elements(arch, lane, 0, values)]
             factor = T.Bind(norm_scale(arch, [(valid, [x]) for valid, _, x in latent], values, rope.eps))
             key = [(valid, [(e, x * factor * KN[e])]) for valid, e, x in latent]
-            cache.store_key(0, row_slot(rows, row), position, [*key, *turned(K, values)])
+            slot, key = row_slot(rows, row), [*key, *turned(K, values)]
+            if meeting:
+                cache.store_codes(arch, T.int32(0), slot, position, meeting.of(key), lane)
+            else:
+                cache.store_key(0, slot, position, key)
 
         live = tirx.all(is_live(state, row), position >= 0, position < attention.ctx, head <= heads)
         with T.If(live), T.Then(), T.If(head < heads):

@@ -35,6 +35,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import HALF_MAX
 from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.device import launch, maximum, minimum, rcp, rint, shuffle_xor, wave_max, wave_sum
+from mlc_amd.schedules.gpu.base.hadamard import hadamard
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, vector
@@ -231,17 +232,28 @@ def store_block(arch: Device, out: list[Buffer], token: Expr, row: Expr, y: Expr
 
 @builds(Quantize)
 def quantize(op: Quantize, arch: Device, state: Buffer, plan: ThreadsPlan | None) -> None:
-    """Kernel (state int32[4], X float32 [m, k], then A, S or H of [m, k]): the live tokens' rows in the layout "rows",
-    "pairs" or "lanes". UserError unless 32 divides k, ValueError for another layout."""
+    """Kernel (state int32[4], X float32 [m, k], then A, S or H of [m, k], with layout "" Y float32): the live tokens'
+    rows, times Hadamard matrices if op.rotation, in the layout. UserError unless 32 divides k, ValueError for another
+    layout."""
     k, m, layout = op.k, op.m, op.layout
-    if not layout or kind_of(layout) not in NAMES:
+    if not (layout or op.rotation) or kind_of(layout) not in NAMES:
         raise ValueError(f"nothing to convert to the layout {layout!r}")
     threads = threads_of(arch, plan)
     X = T.arg("X", T.buffer((m, k), "float32"))
-    out = act_args(m, k, layout)
-    with launch((-(-k // (threads * WIDTH)), m), (threads,)) as (chunk, token, thread), if_live(state, m, token):
-        inside, live = own_columns(chunk, thread, threads, k)
-        emit_store(arch, layout, out, load_columns(X, token, inside), token, inside, live)
+    out = act_args(m, k, layout, None if layout else ["Y"])
+    # of a wave as many columns as a matrix has
+    parts = max(op.rotation // (arch.wave * WIDTH), 1)
+    width = threads * WIDTH * parts
+    with launch((-(-k // width), m), (threads,)) as (chunk, token, thread), if_live(state, m, token):
+        lane = thread & (arch.wave - 1)
+        first = T.Bind(chunk * width + (thread - lane) * (WIDTH * parts) + lane * WIDTH)
+        places = [T.Bind(first + i * (arch.wave * WIDTH)) for i in range(parts)]
+        inside = [T.Bind(T.min(place, T.int32(k - WIDTH))) for place in places]
+        x = [load_columns(X, token, place) for place in inside]
+        if op.rotation:
+            x = hadamard(arch, lane, x, op.rotation)
+        for place, own, values in zip(places, inside, x, strict=True):
+            emit_store(arch, layout, out, values, token, own, None if k % width == 0 else place < k)
 
 
 registry.plans(Quantize)(columns_space(WIDTH))

@@ -100,7 +100,7 @@ def part_size(tile: Tile, attention: Attention) -> int:
 
 def suits(arch: Device, attention: Attention) -> TypeGuard[Profile]:
     """Whether there are kernels for such a layer at all."""
-    return arch.matrix == "coop" and attention.values > 0 and not attention.quantized
+    return arch.matrix == "coop" and attention.values > 0
 
 
 def tile_of(attention: Attention, arch: Device) -> Tile | None:

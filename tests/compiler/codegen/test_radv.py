@@ -177,6 +177,26 @@ def test_states_that_decay_by_channel_use_no_scratch(arch):
 
 
 @pytest.mark.parametrize("arch", [ARCH, *(pytest.param(arch, marks=pytest.mark.full) for arch in ("rdna3", "rdna4"))])
+def test_quantized_caches_use_no_scratch(arch):
+    """Of 4 bits, and of latents."""
+    profile, kernels = profiles.resolve(arch), {}
+    codes, latents = {"heads": 32, "kv_heads": 8, "d": 128, "ctx": 16384, "kv": "q4_0"}, LATENT | {"kv": "q8_0"}
+    calls = [("quantize", {"k": 4096, "m": 512, "layout": "rows", "rotation": 128})]
+    calls += [("rope_kv_write", codes | {"m": 512, "neox": True, "rotary": 128})]
+    calls += [("latent_kv_write", latents | {"m": 512, "neox": False, "rotary": 64, "eps": 1e-5})]
+    for layer in (codes, latents):
+        calls += [("attention", layer | {"m": m, "single": single, "layout": ""}) for m, single in ((1, 1), (512, 32))]
+    for i, (op, args) in enumerate(calls):
+        kernels[f"{op}_{i}"] = built(operator(op, args), profile, f"{op}_{i}")
+    report, count = reported(kernels, profile)
+    if profile.matrix and int(re.search(r"Mesa (\d+)", report.device)[1]) < 25:
+        pytest.skip(f"{report.device} knows no cooperative matrices")
+    assert len(report.kernels) == count, report.refused
+    for name, compiled in report.kernels.items():
+        assert compiled.kernel.scratch == compiled.kernel.vgpr_spills == 0, (name, compiled.kernel)
+
+
+@pytest.mark.parametrize("arch", [ARCH, *(pytest.param(arch, marks=pytest.mark.full) for arch in ("rdna3", "rdna4"))])
 def test_the_choice_of_tokens_uses_no_scratch(arch):
     profile, vocab = profiles.resolve(arch), 262144
     kernel = built(Sample(m=64, vocab=vocab, columns=vocab), profile, "sample")

@@ -24,7 +24,7 @@ from mlc_amd.schedules.cpu.attention.cache import cache_types
 from mlc_amd.schedules.cpu.base.arch import resolve
 from mlc_amd.schedules.operators import CausalAttention
 from mlc_amd.schedules.operators.attention import PAGE, SLOTS, Attention
-from mlc_amd.tools.reference.attention import as_stored, attention_reference, first_seen, packed, quantized
+from mlc_amd.tools.reference.attention import as_stored, attention_reference, caches_of, first_seen
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call
 
@@ -189,6 +189,9 @@ ATTEND = {
     "chunk q8": chunk(Attention(4, 2, 32, 512, kv="q8_0"), ((0, 16), (63, 15), (480, 16)), 16, 8),
     "chunk q8 direct": chunk(Attention(2, 1, 64, 512, kv="q8_0"), ((0, 16), (300, 16)), 16, plan=(("convert", 0),)),
     "mixed q8 all": mixed(Attention(6, 2, 64, 512, 0.2, 300, 6.0, True, kv="q8_0"), MIXED, 16, 5, 8, True),
+    "decode q4": decode(Attention(8, 2, 64, 1024, kv="q4_0"), LENGTHS),
+    "chunk q4 direct": chunk(Attention(2, 1, 96, 512, kv="q4_0"), ((0, 16), (300, 16)), 16, plan=(("convert", 0),)),
+    "mixed q4 all": mixed(Attention(6, 2, 64, 512, 0.2, 300, 6.0, True, kv="q8_0/q4_0"), MIXED, 16, 5, 8, True),
 }
 # What an instruction set besides the machine's own computes, and what only tests marked full do.
 OTHER_ARCHS = (
@@ -243,17 +246,14 @@ class Pool:
 
     def caches(self, k, v):
         """The cache of k, v [sequences, kv_heads, ctx, d]; NaNs in pages of no sequence."""
-        pooled, scales = [], []
+        pooled = []
         for x in map(widened, (k, v)):
             sequences, kv_heads, _, width = x.shape
             pool = np.full((self.count, kv_heads, PAGE, width), np.nan, x.dtype)
             blocks = x.reshape(sequences, kv_heads, self.spec.blocks, PAGE, width).transpose(0, 2, 1, 3, 4)
             pool[self.pages[self.slots]] = blocks
-            if self.spec.quantized:
-                pool, scale = quantized(pool)
-                scales.append(scale.transpose(0, 1, 3, 2))
             pooled.append(pool)
-        return tuple(map(tensor, (*packed("cpu", *pooled), *scales)))
+        return tuple(map(tensor, caches_of("cpu", self.spec, *pooled).values()))
 
     def step(self, single: Sequence[int], first: int, chunk: int, m: int, image: int = 0):
         """The parameters state, rows and pages of a step: positions of single rows, and a chunk. Sequences are in the
@@ -280,7 +280,7 @@ def test_attention(arch, name):
         pool = Pool(spec, len(steps), rng)
         k, v = (rng.standard_normal((len(steps), spec.kv_heads, spec.ctx, d)).astype(np.float16) for _ in "kv")
         if spec.quantized:
-            k, v = (as_stored(x) for x in (k, v))
+            k, v = as_stored(k, spec.key_codes), as_stored(v, spec.value_codes)
         expected = []
         for sequence, (position, taken) in enumerate(steps):
             end, unseen = position + taken, first_seen(spec, position) // PAGE * PAGE

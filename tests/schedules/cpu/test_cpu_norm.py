@@ -19,6 +19,7 @@ from mlc_amd.schedules.cpu.linear.planes import embed
 from mlc_amd.schedules.cpu.linear.quantize import norm, quantize
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.operators import Embed, LayerNorm, Quantize, RmsNorm
+from mlc_amd.tools.reference.attention import multiplied
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call
 
@@ -44,6 +45,9 @@ def kernels(arch):
     for i, (m, k, p, _) in enumerate(CHUNKS):
         target, sizes = tiled(native, p), {"k": k, "m": m}
         funcs += [quantize(Quantize(**sizes, layout="tiles"), target, f"quantize{i}")]
+        for layout in ("", "tiles"):
+            op = Quantize(**sizes, layout=layout, rotation=k & -k)
+            funcs += [quantize(op, target, f"rotate{i}_{layout}")]
         for q, layout in enumerate(("", "tiles")):
             common = {**sizes, "eps": EPS, "layout": layout}
             funcs += [
@@ -105,6 +109,12 @@ def test_quantize(arch, chunk):
     x, (A, S) = rows_of(m, k), planes(m, k, p)
     kernels(arch)[f"quantize{chunk}"](state(live), tensor(x), A, S)
     check_planes(A, S, x[:live].astype(np.float64), live)
+    y, (A, S), expected = tensor(np.full((m, k), LEFT, np.float32)), planes(m, k, p), multiplied(x[:live], k & -k)
+    kernels(arch)[f"rotate{chunk}_tiles"](state(live), tensor(x), A, S)
+    check_planes(A, S, expected, live)
+    kernels(arch)[f"rotate{chunk}_"](state(live), tensor(x), y)
+    np.testing.assert_allclose(y.numpy()[:live], expected, rtol=2e-6, atol=1e-6 * np.abs(expected).max())
+    assert (y.numpy()[live:] == LEFT).all()
 
 
 @pytest.mark.parametrize("arch", ARCHS)

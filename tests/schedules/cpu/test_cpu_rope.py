@@ -12,6 +12,7 @@ from mlc_amd.schedules.operators import RopeKvWrite
 from mlc_amd.schedules.operators.attention import KV_BLOCK, Attention, Rope
 from mlc_amd.tools.reference.attention import (
     CACHES,
+    multiplied,
     places_of,
     pools_of,
     quantized,
@@ -57,6 +58,9 @@ ROPE = {
     "prefill value norm": Write(heads(2, 2, 24), 4, Rope(True, 24, 1e-5, value_norm=True)),
     "decode codes": Write(heads(4, 2, 64, kv="q8_0"), 1, Rope(True, 48)),
     "prefill codes norms": Write(heads(2, 2, 96, kv="q8_0"), 16, Rope(False, 96, 1e-5, value_norm=True)),
+    "prefill 4 bits norms": Write(heads(2, 2, 96, kv="q4_0"), 16, Rope(False, 96, 1e-5, value_norm=True)),
+    "decode 8 and 4 bits": Write(heads(4, 2, 128, kv="q8_0/q4_0"), 1, Rope(True, 64)),
+    "prefill reads 4 bits": Write(heads(2, 1, 64, kv="q4_0"), 4, Rope(True, 64, writes=False)),
     "prefill reads": Write(heads(3, 1, 64), 4, Rope(True, 64, 1e-5, writes=False)),
     "decode reads": Write(heads(2, 1, 64), 1, Rope(True, 0, writes=False)),
 }
@@ -99,6 +103,7 @@ def test_rope_kv_write(arch, name):
         kernel(*head, *map(tensor, inputs), *(caches if rope.writes else []), Qo)
         angle = cs[positions]
         expected = rope_reference(q.reshape(m, n, d)[here], angle, rope, qn) * spec.query_scale
+        expected = multiplied(expected, spec.rotation)
         np.testing.assert_allclose(Qo.numpy()[here, :, :d], expected, rtol=0, atol=4e-6)
         assert (np.delete(Qo.numpy(), here, axis=0) == LEFT).all()
         if not rope.writes:
@@ -106,15 +111,16 @@ def test_rope_kv_write(arch, name):
         page, key = places_of(pool.pages, positions, slots)
         keys = rope_reference(k.reshape(m, kv_heads, d)[here], angle, rope, kn)
         values = value_reference(v.reshape(m, kv_heads, d)[here], rope)
+        keys, values = (multiplied(x, spec.rotation) for x in (keys, values))
         after = {name: x.numpy() for name, x in zip(CACHES, caches, strict=False)}
         pools = (pools_of("cpu", of) for of in (after, before))
-        for found, old, wanted in zip(*pools, (keys, values), strict=True):
-            if spec.quantized:
-                codes, scales = quantized(wanted)
+        for found, old, wanted, kind in zip(*pools, (keys, values), (spec.key_codes, spec.value_codes), strict=True):
+            if kind:
+                codes, scales = quantized(wanted, kind)
                 step = np.repeat(scales.astype(np.float64), KV_BLOCK, -1)
                 apart = np.abs(found[page, :, key] - codes * step)
                 # a code is another one where a number is rounded to the other side
-                assert (apart <= step * 1.2).all() and (apart > step * 0.1).mean() < 0.005
+                assert (apart <= np.abs(step) * 1.2).all() and (apart > np.abs(step) * 0.1).mean() < 0.005
             else:
                 np.testing.assert_allclose(found[page, :, key, :d], wanted, rtol=6e-4, atol=1e-6)
             changed = found.copy()

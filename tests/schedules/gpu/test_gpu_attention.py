@@ -58,6 +58,10 @@ DECODE = {
         16, 2, 128, rope=Rope(False, 128), states=NEAR + FAR, attributes={"kv": "q8_0", "window": 90, "sinks": True}
     ),
     "decode_q8": Case(2, 1, 128, layout="rows", rope=Rope(True, 48, 1e-6), states=NEAR, attributes={"kv": "q8_0"}),
+    "decode_units_q4": Case(
+        16, 2, 128, states=NEAR + FAR, attributes={"kv": "q4_0", "window": 90, "sinks": True}, back=True
+    ),
+    "decode_q4": Case(2, 1, 128, layout="rows", states=NEAR, attributes={"kv": "q4_0"}, back=True),
     "decode_rope_attributes": Case(
         4, 1, 64, rope=Rope(True, 0), states=((0, 1), (200, 1)),
         attributes={"softcap": 3.0, "sinks": True, "scale": 0.3},
@@ -73,6 +77,10 @@ ROWS = {
     ),
     "mixed": Case(4, 1, 64, 32, "pairs", several=8, states=(Rows((130, 5, 299), (57, 13)), Rows((), (0, 30)))),
     "mixed_q8": Case(4, 2, 64, 32, several=8, states=(Rows((130, 5, 299), (57, 13)),), attributes={"kv": "q8_0"}),
+    "mixed_q4": Case(4, 2, 64, 32, several=8, states=(Rows((130, 5, 299), (57, 13)),), attributes={"kv": "q4_0"}),
+    "mixed_q8_q4": Case(
+        4, 2, 64, 32, several=8, states=(Rows((130, 5, 299), (57, 13)),), attributes={"kv": "q8_0/q4_0"}
+    ),
     "mixed_image": Case(
         4, 1, 64, 64, several=8, states=(Rows((130, 5, 299), (57, 50), 33),), attributes={"images": True}
     ),
@@ -131,6 +139,8 @@ ROPE = {
     "rope_norm_after": Case(3, 1, 24, 4, rope=Rope(True, 12, 1e-6, norm_after=True, value_norm=True)),
     "rope_reads": Case(3, 1, 64, 4, rope=Rope(True, 64, 1e-6, writes=False)),
     "rope_q8": Case(2, 1, 96, 4, rope=Rope(True, 48, 1e-6), attributes={"kv": "q8_0"}),
+    "rope_q4": Case(2, 1, 128, 4, rope=Rope(True, 48, 1e-6), attributes={"kv": "q4_0"}),
+    "rope_q4_256": Case(2, 1, 256, 4, rope=Rope(False, 256), attributes={"kv": "q8_0/q4_0"}),
     "rope_none": Case(2, 1, 64, 1, rope=Rope(True, 0, 1e-6), attributes={"scale": 0.3}),
 }
 CASES = DECODE | ROWS | PREFILL | DOT | ROPE
@@ -187,7 +197,10 @@ def test_rope_kv_write(arch, name):
     check_rope(CASES[name], runner(arch, name), states)
 
 
-EACH_RUN = [("gfx1100", name) for name in ("decode_units_q8", "mixed", "mixed_q8", "prefill_group_4", "rope_norm")]
+EACH_RUN = [
+    ("gfx1100", name)
+    for name in ("decode_units_q8", "mixed", "mixed_q8", "mixed_q4", "rope_q4", "prefill_group_4", "rope_norm")
+]
 EACH_RUN += [("gfx1201", "prefill_group_4"), ("gfx942", "prefill_group_4"), ("gfx906", "decode_group_7")]
 
 

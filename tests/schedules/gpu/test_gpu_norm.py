@@ -1,5 +1,6 @@
 """RMS norm, activation layouts and embedding lookup on the GPU, run in the ISA emulator, against numpy and gguf-py."""
 
+import math
 import re
 
 import gguf_blocks
@@ -15,6 +16,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base.arch import ARCHS, resolve
 from mlc_amd.schedules.operators import Embed, LayerNorm, Operator, Quantize, RmsNorm
+from mlc_amd.tools.reference.attention import multiplied
 from tests.dev.gfxemu import emulate
 
 ARCH_NAMES = ("gfx1100", "gfx1201", "gfx942")
@@ -35,12 +37,12 @@ def outputs(m, k, layout, name="Y"):
     return {"pairs": {"H": np.full((m, k), LEFT, np.float16)}, "": {name: np.full((m, k), LEFT, np.float32)}}[layout]
 
 
-def check(out, expected):
+def check(out, expected, atol=1e-9):
     """The outputs against float64 rows [live, k]; rows beyond them untouched."""
     live, k = expected.shape
     assert all((a[live:] == LEFT).all() for a in out.values())
     if "Y" in out:
-        np.testing.assert_allclose(out["Y"][:live], expected, rtol=3e-6, atol=1e-9)
+        np.testing.assert_allclose(out["Y"][:live], expected, rtol=3e-6, atol=atol)
     elif "H" in out:
         np.testing.assert_allclose(from_pairs(out["H"])[:live], np.clip(expected, -65504, 65504), rtol=6e-4, atol=6e-8)
     else:
@@ -69,17 +71,20 @@ def build(arch, **operators: Operator):
 @pytest.mark.full
 @pytest.mark.emulator
 @pytest.mark.parametrize("arch", ARCH_NAMES)
-@pytest.mark.parametrize("layout", ["rows", "pairs"])
+@pytest.mark.parametrize(("layout", "rotation"), [("rows", 0), ("pairs", 0), ("rows", 256), ("", 128)])
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_quantize(arch, layout, chunk):
+def test_quantize(arch, layout, rotation, chunk):
     m, k, live = chunk
+    rotation = rotation and math.gcd(rotation, k)
     x, out = rows_of(m, k), outputs(m, k, layout)
+    if rotation:  # sums of few digits
+        x = np.rint(x * 10).clip(-999, 999)
     emulate(
-        build(arch, quantize=Quantize(k=k, m=m, layout=layout)),
+        build(arch, quantize=Quantize(k=k, m=m, layout=layout, rotation=rotation)),
         "quantize",
         state(live) | {"X": x} | out,
     )
-    check(out, x[:live].astype(np.float64))
+    check(out, multiplied(x[:live], rotation), atol=1e-4 if rotation else 1e-9)
 
 
 @pytest.mark.full
@@ -134,6 +139,7 @@ def test_every_family_compiles(arch):
         norm=RmsNorm(k=8192, m=1, eps=EPS, layout="rows", rows="all"),
         wide=RmsNorm(k=4096, m=512, eps=EPS, layout="pairs", rows="all"),
         quantize=Quantize(k=14336, m=16, layout="rows"),
+        rotate=Quantize(k=4096, m=16, layout="rows", rotation=256),
         embed=Embed(fmt="iq4_xs", vocab=VOCAB, k=4096, m=512),
         layer_norm=LayerNorm(k=4096, m=16, eps=EPS, bias=True, layout="pairs", rows="all"),
     )

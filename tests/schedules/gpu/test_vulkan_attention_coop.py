@@ -55,6 +55,7 @@ CASES = {
     ),
     "mixed_chunk": Case(3, 1, 32, 64, several=8, states=(Rows((300,), (93, 63)),), attributes={"chunk": 100}),
     "q8": Case(4, 2, 64, 64, "pairs", several=8, states=(Rows((130,), (57, 45)),), attributes={"kv": "q8_0"}),
+    "q4": Case(4, 2, 64, 64, "pairs", several=8, states=(Rows((130,), (57, 45)),), attributes={"kv": "q4_0"}),
     "attributes": Case(
         3, 1, 32, 64, "pairs", states=((60, 64), (400, 64)),
         attributes={"window": 100, "softcap": 4.0, "sinks": True, "scale": 0.2},
@@ -86,7 +87,8 @@ QUICK = ("group_4", "head_24", "fragments_and_parts", "window_of_a_page")
 
 
 @pytest.mark.parametrize(
-    ("name", "arch"), sample(ON, [*((name, "nvidia") for name in QUICK), ("head_80", "rdna3"), ("q8", "rdna4")])
+    ("name", "arch"),
+    sample(ON, [*((name, "nvidia") for name in QUICK), ("head_80", "rdna3"), ("q8", "rdna4"), ("q4", "rdna3")]),
 )
 def test_attention(name, arch):
     compare(name, resolve(arch))

@@ -32,6 +32,7 @@ CASES = {
     "rotated": Case(2, 1, 32, layout="rows", rope=Rope(False, 16), states=STATES, attributes={"sinks": True}),
     "normalized": Case(4, 2, 32, rope=Rope(True, 32, 1e-6, True, True), states=STATES[1:]),
     "codes": Case(2, 1, 32, rope=Rope(True, 32), states=STATES[1:], attributes={"kv": "q8_0"}),
+    "codes of 4 bits": Case(2, 1, 32, states=STATES[1:], attributes={"kv": "q4_0"}, back=True),
     "window": Case(
         2, 1, 32, rope=Rope(True, 32), states=STATES,
         attributes={"window": 200, "softcap": 4.0, "sinks": True, "scale": 0.2},
@@ -77,7 +78,7 @@ def many_splits(monkeypatch):
     ("name", "arch"),
     sample(
         itertools.product(CASES, ARCHS),
-        [("rotated", "nvidia"), ("rotated rows", "rdna3"), ("codes", "rdna4")],
+        [("rotated", "nvidia"), ("rotated rows", "rdna3"), ("codes", "rdna4"), ("codes of 4 bits", "rdna3")],
     ),
 )
 def test_attention(name, arch):

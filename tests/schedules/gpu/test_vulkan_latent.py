@@ -29,6 +29,7 @@ CASES = {
     "parts": (Case(3, 1, 64, 32, "pairs", states=((0, 32), (100, 31))), Tile(4, 32, 16, 2)),
     "row_fragments": (Case(3, 1, 64, 32, "", states=((65, 29),)), Tile(4, 32, 16, 1, 1)),
     "keys_32": (Case(2, 1, 64, 32, "", states=((33, 32),)), Tile(4, 16, 32, 1, 0)),
+    "codes": (Case(4, 1, 96, 16, "", states=((300, 16),), attributes={"kv": "q8_0"}), Tile(2, 16, 16, 2)),
     "mixed": (Case(4, 1, 96, 32, "pairs", several=8, states=(Rows((130, 5, 299), (57, 20)), Rows((3,) * 7, (0, 25)))),
               Tile(2, 16, 16, 1)),
 }  # fmt: skip
@@ -37,14 +38,14 @@ CASES = {
 def run(name):
     """What runs the case's kernel on arrays by name."""
     case, tile = ALL[name]
-    case = case._replace(attributes=LATENT)
+    case = case._replace(attributes=LATENT | dict(case.attributes))
     kernel = attention(case.op, NVIDIA, "k", tile)
     return lambda arrays: execute(kernel, arrays, NVIDIA)
 
 
 def compare(name, **how):
     case, _ = ALL[name]
-    check_attention(case._replace(attributes=LATENT), run(name), **how)
+    check_attention(case._replace(attributes=LATENT | dict(case.attributes)), run(name), **how)
 
 
 LONG = tuple((length - 1, 1) for length in (1, 33, 300))
@@ -58,7 +59,7 @@ DECODE = {
                 LatentDecodePlan(4, 32, 16, 1, 0, fill=3, least=1)),
 }  # fmt: skip
 ALL = CASES | DECODE
-QUICK = ("one",)
+QUICK = ("one", "codes")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in ALL])

@@ -1,6 +1,7 @@
 """Norms, embedding and attention as SPIR-V on Mesa's CPU driver, as test_vulkan_kernels.py does linear layers."""
 
 import functools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from mlc_amd.schedules.gpu.attention.attention import attention
 from mlc_amd.schedules.gpu.attention.kv_write import rope_kv_write
 from mlc_amd.schedules.operators import Embed, LayerNorm, Quantize, RmsNorm
 from mlc_amd.schedules.operators.attention import Rope
+from mlc_amd.tools.reference.attention import multiplied
 from tests.schedules.gpu import test_gpu_gemm as gemm_cases
 from tests.schedules.gpu import test_gpu_norm as norm_cases
 from tests.schedules.gpu.test_gpu_gemm import error
@@ -24,13 +26,17 @@ pytestmark = pytest.mark.usefixtures("vulkan")
 # ---- token vectors
 
 
-@pytest.mark.parametrize("layout", ["rows", "pairs"])
+@pytest.mark.parametrize(("layout", "rotation"), [("rows", 0), ("pairs", 0), ("rows", 32), ("", 128)])
 @pytest.mark.parametrize("chunk", norm_cases.CHUNKS[1:3])
-def test_quantize(profile, layout, chunk):
+def test_quantize(profile, layout, rotation, chunk):
     m, k, live = chunk
+    rotation = rotation and math.gcd(rotation, k)
     x, out = norm_cases.rows_of(m, k), norm_cases.outputs(m, k, layout)
-    execute(built(Quantize(k=k, m=m, layout=layout), profile), norm_cases.state(live) | {"X": x} | out, profile)
-    norm_cases.check(out, x[:live].astype(np.float64))
+    if rotation:  # sums of few digits
+        x = np.rint(x * 10).clip(-999, 999)
+    kernel = built(Quantize(k=k, m=m, layout=layout, rotation=rotation), profile)
+    execute(kernel, norm_cases.state(live) | {"X": x} | out, profile)
+    norm_cases.check(out, multiplied(x[:live], rotation), atol=1e-4 if rotation else 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +109,7 @@ TWO = ((0, 1), (130, 1))
 WINDOW = {"window": 40, "softcap": 4.0, "sinks": True, "scale": 0.2}
 SINGLES = (Rows((0, 130, CTX - 1)), Rows((299, 5, 64, 63, 0, 128, 200, 400)), Rows())
 MIXED = (Rows((130, 5, 299), (57, 13)), Rows((), (0, 30)), Rows((CTX - 1,) * 8), Rows((64, 300), (450, 30)))
-Q8 = {"kv": "q8_0"}
+Q8, Q4 = {"kv": "q8_0"}, {"kv": "q4_0"}
 ATTENTION = {
     "decode group 4": Case(8, 2, 64, states=((0, 1), (63, 1), (64, 1), (299, 1), (CTX - 1, 1))),
     "decode group 1": Case(2, 2, 96, layout="pairs", rope=Rope(True, 48), states=TWO),
@@ -137,6 +143,9 @@ ATTENTION = {
     "prefill window": Case(3, 1, 64, 16, "", states=((60, 16), (400, 13)), attributes=WINDOW | {"window": 9}),
     "decode q8": Case(2, 1, 128, layout="rows", rope=Rope(True, 48, 1e-6, value_norm=True), states=TWO, attributes=Q8),
     "mixed q8": Case(2, 1, 64, 32, several=8, states=MIXED, attributes=Q8 | WINDOW),
+    "decode q4": Case(8, 2, 128, layout="rows", states=TWO, attributes=Q4),
+    "rows q4": Case(2, 1, 96, 8, "rows", several=8, states=SINGLES[:2], attributes=Q4, back=True),
+    "mixed q4": Case(2, 1, 96, 32, several=8, states=MIXED, attributes={"kv": "q8_0/q4_0"} | WINDOW),
 }  # fmt: skip
 ROPE = {
     "neox partial": Case(3, 1, 96, 4, rope=Rope(True, 48)),
@@ -147,6 +156,9 @@ ROPE = {
     "reads": Case(3, 1, 64, 4, rope=Rope(True, 64, 1e-6, writes=False)),
     "none": Case(2, 1, 64, 4, rope=Rope(True, 0), attributes={"scale": 0.3}),
     "q8": Case(3, 1, 96, 4, rope=Rope(True, 48, 1e-6), attributes=Q8),
+    "q4": Case(3, 1, 128, 4, rope=Rope(True, 48, 1e-6), attributes=Q4),
+    "q8 and q4": Case(3, 1, 96, 4, rope=Rope(True, 48, 1e-6), attributes={"kv": "q8_0/q4_0"}),
+    "reads q4": Case(3, 1, 256, 4, rope=Rope(True, 64, 1e-6, writes=False), attributes=Q4),
 }
 
 
@@ -158,7 +170,7 @@ def attention_kernel(profile, name):
 # Models on this driver, in test_vulkan_device.py, have one more decode and one more mixed kernel.
 EACH_RUN = [("generic", "decode window")]  # Mesa takes seconds for its chunks
 EACH_RUN += [("lavapipe", f"decode {name}") for name in ("norm after", "reads", "chunk")]
-EACH_RUN += [("lavapipe", name) for name in ("prefill window", "rows", "mixed q8")]
+EACH_RUN += [("lavapipe", name) for name in ("prefill window", "rows", "mixed q8", "decode q4", "rows q4", "mixed q4")]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +181,9 @@ def test_attention(profile_name, name):
     check_attention(ATTENTION[name], lambda arrays: execute(attention_kernel(profile, name), arrays, profile))
 
 
-@pytest.mark.parametrize(("profile_name", "name"), sample(on_both(ROPE, ROPE), on_both(ROPE, ("neox partial", "q8"))))
+@pytest.mark.parametrize(
+    ("profile_name", "name"), sample(on_both(ROPE, ROPE), on_both(ROPE, ("neox partial", "q8", "q4")))
+)
 def test_rope_kv_write(profile_name, name):
     profile, case = PROFILES[profile_name], ROPE[name]
     kernel = rope_kv_write(case.write, profile, "rope")
