@@ -6,11 +6,9 @@ In: a target's list of functions and the model's configuration. Out: `FunctionSp
 from dataclasses import dataclass, replace
 
 from mlc_amd.compiler.models.config import ModelConfig
-from mlc_amd.runtime.artifact.io_names import OUTPUTS, ROWS
+from mlc_amd.runtime.artifact.io_names import DRAFTED, HIDDEN, OUTPUTS
 from mlc_amd.runtime.artifact.manifest import CHAIN, FOLLOW
 from mlc_amd.schedules.operators.layouts import output_rows
-
-HIDDEN, DRAFTED = ROWS  # kept tensors: the decoder's rows before its last norm, and a predicting layer's output
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,8 @@ class FunctionSpec:
         """(kind, name) of what it returns, in order."""
         if not self.samples:
             return (("io", OUTPUTS[0]),)
-        kept = DRAFTED if self.drafts else HIDDEN
-        return (*(("io", name) for name in OUTPUTS), *([("kv", kept)] if config.predictor is not None else []))
+        rows = (DRAFTED,) if self.drafts else (f"{HIDDEN}{i}" for i in config.kept)
+        return (*(("io", name) for name in OUTPUTS), *(("kv", name) for name in rows))
 
 
 def with_drafts(functions: list[FunctionSpec], config: ModelConfig) -> list[FunctionSpec]:

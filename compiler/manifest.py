@@ -11,8 +11,9 @@ from typing import Any, cast
 from mlc_amd.compiler import memory, sampling
 from mlc_amd.compiler.gguf.reader import quantization
 from mlc_amd.compiler.lowering import Lowered
-from mlc_amd.compiler.models.config import Model, attentions
+from mlc_amd.compiler.models.config import attentions
 from mlc_amd.compiler.models.images import has_places
+from mlc_amd.compiler.models.model import Model
 from mlc_amd.compiler.weights import random_tensors
 from mlc_amd.runtime.artifact.artifact import source_id
 from mlc_amd.runtime.artifact.io_buffers import io_buffers

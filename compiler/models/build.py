@@ -31,8 +31,8 @@ def build_module(
                 decoder = predictor if spec.drafts else architectures()[model.config.architecture].decoder
                 logits = encoder(g) if model.config.encoder else decoder(g)
                 found = [logits, *(g.sample(logits) if spec.samples else ())]
-                if len(spec.outputs(model.config)) > len(found):
-                    found.append(g.drafted if spec.drafts else g.hidden)
+                if spec.samples:
+                    found += [g.drafted] if spec.drafts else [g.hidden[i] for i in model.config.kept]
                 outputs = tuple(bb.emit_output(value) for value in found)
             out = relax.Tuple(outputs) if spec.samples else outputs[0]
             bb.emit_func_output(out, params=[var for var, _ in g.parameters.values()])

@@ -4,9 +4,8 @@ An architecture's function makes a `ModelConfig` of a GGUF file's metadata; tens
 caches and RoPE tables follow from it. JSON-serializable with `dataclasses.asdict`: the artifact's manifest keeps it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from mlc_amd.compiler.models.encoder_config import EncoderConfig
 
@@ -361,40 +360,21 @@ class ModelConfig:
         return self.encoder.features if self.encoder else self.vocab
 
     @property
+    def decoder_layers(self) -> tuple[LayerConfig, ...]:
+        """Those that do not guess tokens, which come last."""
+        return self.layers[: self.predictor]
+
+    @property
     def predictor(self) -> int | None:
-        """The layer that guesses tokens, if there is one."""
+        """The first layer that guesses tokens, if there is one."""
         return next((i for i, layer in enumerate(self.layers) if layer.predictor), None)
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The layers whose inputs steps keep for guesses; the number of layers: the output of the last one."""
+        return () if self.predictor is None else (self.predictor,)
 
 
 def attentions(config: ModelConfig) -> Iterator[AttentionConfig]:
     """Of the layers that have attention."""
     return (layer.attention for layer in config.layers if layer.attention)
-
-
-class Model(Protocol):
-    """A model as GGUFModel, synthetic ones and ShardedModel have it: tensors by name, of which a graph reads shape,
-    rows and format. gpus: that share it by tensor; sums: names of the matrices of which each GPU has some columns, so
-    that products are terms of a sum; joins: of those of which each has some rows, and all need whole products.
-    features: columns of what an image's encoder makes of a row: the row of the embedding, then what is added to it
-    after layer 0, after layer 1 .. (deepstack); 0: there is no encoder."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def tensors(self) -> Mapping[str, Any]: ...
-
-    @property
-    def vision(self) -> Any: ...
-
-    @property
-    def gpus(self) -> int: ...
-
-    @property
-    def sums(self) -> frozenset[str]: ...
-
-    @property
-    def joins(self) -> frozenset[str]: ...
-
-    @property
-    def features(self) -> int: ...

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from tvm import relax, te
 
 from mlc_amd.compiler import ops
-from mlc_amd.compiler.functions import HIDDEN, FunctionSpec
+from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.models import exchanges, packed
-from mlc_amd.compiler.models.config import AttentionConfig, Model, ModelConfig, attentions
+from mlc_amd.compiler.models.config import AttentionConfig, ModelConfig, attentions
+from mlc_amd.compiler.models.model import Model
 from mlc_amd.compiler.models.tensors import SCALE
 from mlc_amd.compiler.ops import shape_of, tensor_type
-from mlc_amd.runtime.artifact.io_names import page_table
+from mlc_amd.runtime.artifact.io_names import HIDDEN, page_table
 from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.sampling.layout import row_shapes
 from mlc_amd.schedules.formats import FORMATS
@@ -76,7 +77,7 @@ class Graph:
     parameters: dict[str, tuple] = field(default_factory=dict)  # name: (Var, kind)
     terms: set[relax.Var] = field(default_factory=set)  # of sums over the GPUs that share the model
     row_tables: dict[str, relax.Var] = field(default_factory=dict)  # of images.place
-    hidden: relax.Var | None = None  # the rows before the last norm, once they are emitted
+    hidden: dict[int, relax.Var] = field(default_factory=dict)  # inputs of layers, once they are emitted
     drafted: relax.Var | None = None  # of transformer.predictor
 
     def __post_init__(self):
@@ -140,22 +141,21 @@ class Graph:
         weight = self.vector(name + ".weight") if self.config.norm_weights else self.ones(k)
         return self.emit(op, [x, weight, *([self.vector(bias)] if bias else [])])
 
-    @property
-    def kept_hidden(self) -> relax.Var:
-        """The rows that the decoder's last step left, before its last norm."""
-        return self.parameter(HIDDEN, "kv", tensor_type((self.m, self.config.hidden)))
+    def kept(self, layer: int) -> relax.Var:
+        """The rows of the decoder's last step, as they entered that layer; the number of layers: left the last one."""
+        return self.parameter(f"{HIDDEN}{layer}", "kv", tensor_type((self.m, self.model.config.hidden)))
 
-    def gathered(self, name: str) -> relax.Var:
+    def gathered(self, name: str, columns: int) -> relax.Var:
         """Of each row the row `sources` of a kept tensor."""
         rows = max(spec.m for spec in self.target.functions(self.ctx))
-        kept = self.parameter(name, "kv", tensor_type((rows, self.config.hidden)))
+        kept = self.parameter(name, "kv", tensor_type((rows, columns)))
         sources = self.parameter("sources", "io", tensor_type((self.m,), "int32"))
 
         def gather(sources, kept):
             def element(row, column):
                 return kept[te.max(te.min(sources[row], rows - 1), 0), column]
 
-            return te.compute((self.m, self.config.hidden), element, "gathered")
+            return te.compute((self.m, columns), element, "gathered")
 
         return self.bb.emit_te(gather, sources, kept, primfunc_name_hint="gather_rows")
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from math import prod
 
 from mlc_amd.runtime.artifact.io_buffers import io_buffers
-from mlc_amd.runtime.artifact.io_names import ENCODED, PER_ANSWER, PER_ROW, RESULTS, ROWS, page_table
+from mlc_amd.runtime.artifact.io_names import DRAFTED, ENCODED, HIDDEN, PER_ANSWER, PER_ROW, RESULTS, page_table
 from mlc_amd.runtime.artifact.manifest import (
     DeviceLaunches,
     Manifest,
@@ -285,7 +285,7 @@ class _Arguments:
             declared = declared[0], (-(-declared[1][0] // VECTOR) * VECTOR,)
         elif kind == "kv" and (role in _PAGED) != (name in self._spans):
             return f"{kind} {name[:60]!r} {'has' if name in self._spans else 'lacks'} a span, its role is {role}"
-        elif role in _PAGED or (name in ROWS and found[1] > declared[1]):
+        elif role in _PAGED or (name.startswith((HIDDEN, DRAFTED)) and found[1] > declared[1]):
             # any number of pages or cells, as tables contain those in use; of rows the first ones
             found, declared = _cell(found), _cell(declared)
         return "" if found == declared else f"{kind} {name[:60]!r} is {_text(found)}, it takes {_text(declared)}"
