@@ -11,7 +11,6 @@ from typing import Any, cast
 from mlc_amd.compiler import memory, sampling
 from mlc_amd.compiler.gguf.reader import quantization
 from mlc_amd.compiler.lowering import Lowered
-from mlc_amd.compiler.models.config import attentions
 from mlc_amd.compiler.models.images import has_places
 from mlc_amd.compiler.models.model import Model
 from mlc_amd.compiler.weights import random_tensors
@@ -74,7 +73,7 @@ def manifest_body(lowered: Lowered, compiled: Mapping[str, Any], weights: bool) 
 
 
 def _images(model: Model) -> ManifestImages:
-    images = any(a.images for a in attentions(model.config))
+    images = any(layer.attention.images for layer in model.config.decoder_layers if layer.attention)
     return {
         "columns": model.features,
         "attention": "image" if images else "causal",

@@ -76,8 +76,8 @@ def kept(config: ModelConfig, backend, ctx: int) -> list[KvTensor]:
         add(name, *of)
     for i in config.kept:
         add(f"{HIDDEN}{i}", (longest, config.hidden), "float32")
-    if config.predictor is not None:
-        add(DRAFTED, (longest, config.hidden), "float32")
+    if config.drafted:
+        add(DRAFTED, (longest, config.drafted), "float32")
     return found
 
 

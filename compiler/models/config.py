@@ -5,8 +5,9 @@ caches and RoPE tables follow from it. JSON-serializable with `dataclasses.asdic
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from mlc_amd.compiler.models.draft_config import DraftConfig, PredictorConfig
 from mlc_amd.compiler.models.encoder_config import EncoderConfig
 
 Shape = tuple[int, ...]
@@ -28,6 +29,7 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn: pairs that turn less often than this are divided by factor
     log_multiplier: float = 0.0  # yarn: 1 + 0.1 * log_multiplier * ln(factor) divides cos and sin; 0: does not
     factors: str = ""  # tensor [dim/2] that divides the angle of each pair, such as rope_freqs.weight (Llama 3.1)
+    offset: int = 0  # a row turns as if its position were greater by so many
     long_factors: str = ""  # the same for caches of more than original_context tokens (longrope)
     sections: tuple[int, ...] = ()  # pairs that turn by t, by y and by x of an image's row (M-RoPE); (): all by one
     interleaved: bool = False  # pairs of the sections take turns (Qwen3-VL); False: the sections follow one another
@@ -291,15 +293,6 @@ class Norms:
 
 
 @dataclass(frozen=True)
-class PredictorConfig:
-    """Makes a layer one of multi-token prediction (`transformer.predictor`): which tensors it does not share."""
-
-    embedding: bool = False  # nextn.embed_tokens
-    head: bool = False  # nextn.shared_head_head
-    norm: bool = False  # nextn.shared_head_norm
-
-
-@dataclass(frozen=True)
 class LayerConfig:
     """x += mixer, then x += feed_forward, each within its norms; either may be missing. In a parallel layer x += mixer
     + feed_forward."""
@@ -353,6 +346,7 @@ class ModelConfig:
     layer_embedding: int = 0  # columns of a second embedding of each token, one for each layer (gemma4); 0: none
     unused: tuple[str, ...] = ()  # tensors of the file that are not read
     encoder: EncoderConfig | None = None
+    draft: DraftConfig | None = None  # whose layers follow the model's own
 
     @property
     def columns(self) -> int:
@@ -370,8 +364,23 @@ class ModelConfig:
         return next((i for i, layer in enumerate(self.layers) if layer.predictor), None)
 
     @property
+    def of_draft(self) -> "ModelConfig":
+        """What a graph of the draft's functions takes for the model's configuration; the same without a draft."""
+        d = self.draft
+        return replace(self, hidden=d.hidden, norm_eps=d.norm_eps, norm="rms", norm_weights=True) if d else self
+
+    @property
+    def drafted(self) -> int:
+        """Columns of what a guess takes of the one before; 0: guesses do not follow one another."""
+        if self.draft:
+            return self.draft.drafted
+        return 0 if self.predictor is None else self.hidden
+
+    @property
     def kept(self) -> tuple[int, ...]:
         """The layers whose inputs steps keep for guesses; the number of layers: the output of the last one."""
+        if self.draft:
+            return self.draft.kept
         return () if self.predictor is None else (self.predictor,)
 
 

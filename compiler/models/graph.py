@@ -81,7 +81,8 @@ class Graph:
     drafted: relax.Var | None = None  # of transformer.predictor
 
     def __post_init__(self):
-        self.config: ModelConfig = self.model.config
+        config = self.model.config
+        self.config: ModelConfig = config.of_draft if self.spec.drafts else config
         self.m = self.spec.m
         self.state = self.parameter("state", "io", tensor_type((4,), "int32"))
         self.tokens = self.parameter("tokens", "io", tensor_type((self.m,), "int32"))
@@ -159,9 +160,9 @@ class Graph:
 
         return self.bb.emit_te(gather, sources, kept, primfunc_name_hint="gather_rows")
 
-    def joined(self, x, y) -> relax.Var:
-        """The columns of x, then those of y."""
-        return self.bb.emit(OPS.concat([x, y], axis=1))
+    def joined(self, x, *others) -> relax.Var:
+        """The columns of x, then those of the others."""
+        return self.bb.emit(OPS.concat([x, *others], axis=1)) if others else x
 
     def answers(self, x, name: str) -> relax.Var:
         """The last norm, which keeps the rows whose logits the function returns: what follows computes no others."""
@@ -290,14 +291,27 @@ class Graph:
         assert a, "a layer with attention"
         if a.temperature and self.ctx + a.temperature.offset > a.temperature.length:
             q = self.scaled_by_position(q, TEMPERATURES)
-        rope = self.config.ropes.get(a.rope)
+        q, cache = self._rotated(a, q, k, v, layer)
+        sinks = [self.vector(f"{block}attn_sinks.weight", exact=True)] if a.sinks else []
+        return self._attended(a, q, cache, sinks)
+
+    def write_keys(self, k, v, layer: int) -> list[relax.Var]:
+        """Writes keys and values of a layer, as `attention` does, and returns its cache."""
+        a = self.config.layers[layer].attention
+        assert a, "a layer with attention"
+        return self._rotated(replace(a, heads=a.kv_heads), k, k, v, layer)[1]
+
+    def _rotated(self, a: AttentionConfig, q, k, v, layer: int) -> tuple[relax.Var, list[relax.Var]]:
+        """Rotated queries, and the cache with the rows' keys."""
+        rope, block = self.config.ropes.get(a.rope), f"blk.{layer}."
         table = [self.row_tables.get(a.rope, self.parameters[f"{a.rope}.table"][0])] if rope else []
         layer_of = self.target.layer(a, self.ctx)
         writes = a.kv_layer is None
         norms = [self.head_norm(block, which, a) for which in ("qk" if writes else "q")] if a.head_norms else []
         cache = [self.parameters[f"{which}.{layer if writes else a.kv_layer}"][0] for which in layer_of.cache]
-        pages = self.pages(layer_of.span)
-        sources = [self.rows, pages, q, k, v, *norms, *table, *cache] if writes else [self.rows, q, *norms, *table]
+        sources = [self.rows, q, *norms, *table]
+        if writes:
+            sources = [self.rows, self.pages(layer_of.span), q, k, v, *norms, *table, *cache]
         rotation = Rope(
             neox=bool(rope and rope.neox), rotary=rope.dim if rope else 0,
             eps=self.config.norm_eps if a.head_norms else None, norm_after=a.norm_after_rope,
@@ -309,10 +323,8 @@ class Graph:
         # Another layer's cache is written when its output, which this layer's input depends on, is computed.
         if writes:
             q, *cache = (self.bb.emit(relax.TupleGetItem(rotated, i)) for i in range(1 + len(cache)))
-        else:
-            q = rotated
-        sinks = [self.vector(f"{block}attn_sinks.weight", exact=True)] if a.sinks else []
-        return self._attended(a, pages, q, cache, sinks)
+            return q, cache
+        return rotated, cache
 
     def latent_attention(self, latent, rotating, key, layer: int) -> relax.Var:
         """Norm of the latent, RoPE, KV write and causal attention of a layer with a LatentConfig. latent: the queries'
@@ -329,14 +341,17 @@ class Graph:
         op = LatentKvWrite(layer=layer_of, rope=rotation, m=self.m, query_dtype=self.target.query_dtype)
         written = self.emit(op, sources)
         q, *cache = (self.bb.emit(relax.TupleGetItem(written, i)) for i in range(1 + len(cache)))
-        return self._attended(a, pages, q, cache, [])
+        return self._attended(a, q, cache, [])
 
-    def _attended(self, a: AttentionConfig, pages, q, cache, sinks) -> relax.Var:
+    def _attended(self, a: AttentionConfig, q, cache, sinks) -> relax.Var:
         """Attention of rotated queries with the cache, which has the rows' own keys."""
+        source = a if a.kv_layer is None else self.config.layers[a.kv_layer].attention
+        assert source, "a layer with attention"
+        pages = self.pages(self.target.layer(source, self.ctx).span)
         workspace = self.target.attention_workspace(a, self.ctx, self.spec.single)
         buffers = [self.parameter(name, "kv", tensor_type(*of)) for name, of in workspace.items()]
         inputs = [self.rows, pages, q, *cache, *sinks, *buffers]
-        seen = a.images and self.model.features > 0 and self.m > self.spec.single
+        seen = a.images and (self.model.features > 0 or self.spec.drafts) and self.m > self.spec.single
         layer = replace(self.target.layer(a, self.ctx), images=seen)
         op = CausalAttention(layer=layer, m=self.m, single=self.spec.single, layout="")
         return self.emit(op, inputs)

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from mlc_amd.runtime.artifact import json_files
+from mlc_amd.runtime.artifact.manifest_draft import ManifestDraft
 from mlc_amd.runtime.cache.kv_types import KvType
 from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.errors import UserError
@@ -30,6 +31,7 @@ MANIFEST = "manifest.json"
 ADVICE = "compile the model again"
 RANK = "@"  # in a tensor's name, before the number of the GPU whose part it is: all but the first one's
 FOLLOW, CHAIN = "follow_", "chain_"  # prefixes of functions that guess tokens: after a step, and after a guess
+BLOCK = f"{CHAIN}block"  # the function for a draft's block
 IMAGE = "image_"  # prefix of the functions of an image encoder, before their number of patches
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
 # The limits only keep what is computed with these numbers within 64 bits; other parts determine the right values.
@@ -93,6 +95,7 @@ class ManifestModel(TypedDict):
     layer_embedding: _Count
     unused: list[str]
     encoder: ManifestEncoder | None
+    draft: ManifestDraft | None
 
 
 class DeviceRequirements(TypedDict):

@@ -126,7 +126,7 @@ def test_step_times_are_between_those_that_were_measured():
 
 
 class Coin:
-    expected, free, follows = 0.7, True, False
+    expected, free, at_once, follows = 0.7, True, False, False
 
     def draft(self, wanted):
         return {request: [0] * count for request, (_, count) in wanted.items()}
