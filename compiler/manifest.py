@@ -11,8 +11,8 @@ from typing import Any, cast
 from mlc_amd.compiler import memory, sampling
 from mlc_amd.compiler.gguf.reader import quantization
 from mlc_amd.compiler.lowering import Lowered
-from mlc_amd.compiler.models.config import Model, attentions
 from mlc_amd.compiler.models.images import has_places
+from mlc_amd.compiler.models.model import Model
 from mlc_amd.compiler.weights import random_tensors
 from mlc_amd.runtime.artifact.artifact import source_id
 from mlc_amd.runtime.artifact.io_buffers import io_buffers
@@ -73,7 +73,7 @@ def manifest_body(lowered: Lowered, compiled: Mapping[str, Any], weights: bool) 
 
 
 def _images(model: Model) -> ManifestImages:
-    images = any(a.images for a in attentions(model.config))
+    images = any(layer.attention.images for layer in model.config.decoder_layers if layer.attention)
     return {
         "columns": model.features,
         "attention": "image" if images else "causal",

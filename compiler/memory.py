@@ -9,7 +9,7 @@ import math
 from mlc_amd.compiler.models.config import ExpertsConfig, ModelConfig
 from mlc_amd.compiler.models.graph import table_columns
 from mlc_amd.compiler.weights import of_tensor
-from mlc_amd.runtime.artifact.io_names import ROWS
+from mlc_amd.runtime.artifact.io_names import DRAFTED, HIDDEN
 from mlc_amd.runtime.artifact.manifest import RANK, KvTensor
 from mlc_amd.runtime.artifact.memory import EXPERTS, Needs, nbytes
 from mlc_amd.runtime.cache.kv_pool import ELEMENTS, MOST_CELLS
@@ -74,8 +74,10 @@ def kept(config: ModelConfig, backend, ctx: int) -> list[KvTensor]:
     workspace = {name: of for layer in cached for name, of in backend.workspace(layer, ctx).items()}
     for name, of in workspace.items():
         add(name, *of)
-    for name in ROWS if config.predictor is not None else ():
-        add(name, (longest, config.hidden), "float32")
+    for i in config.kept:
+        add(f"{HIDDEN}{i}", (longest, config.hidden), "float32")
+    if config.drafted:
+        add(DRAFTED, (longest, config.drafted), "float32")
     return found
 
 

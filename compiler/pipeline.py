@@ -54,6 +54,10 @@ def check(model, out: Path, options: CompileOptions) -> None:
     artifact.check_output(out)
     if options.parts > 1 and options.target == "cpu":
         raise UserError("--split tensor divides a model between GPUs: give --target rocm or vulkan")
+    if options.parts > 1 and model.config.draft:
+        raise UserError(
+            "--split tensor is for models without an eagle3, dflash or gemma4-assistant draft: leave one out"
+        )
     if options.parts > 1 and model.config.encoder:
         raise UserError("--split tensor is for models that generate text: an embedding model runs on one GPU")
     sizes(model.config, make_target(options.target, options.arch, options.cache_type), options.ctx)

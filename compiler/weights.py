@@ -36,6 +36,7 @@ _PACKING = (
     (
         "mlc_amd.compiler",
         (
+            "gguf/draft.py",
             "gguf/parts.py",
             "gguf/reader.py",
             "gguf/tensor.py",

@@ -214,6 +214,9 @@ class CompileOptions(RopeOptions, TargetOptions):
     mmproj: Annotated[str | os.PathLike[str] | None, Option(
         "GGUF file of the model's image encoder, compiled into the same artifact",
         default="the one in the GGUF file's folder or repository", also=("-mm",))] = None  # fmt: skip
+    drafter: Annotated[str | os.PathLike[str] | None, Option(
+        "GGUF file of an eagle3, dflash or gemma4-assistant draft of the model, compiled into the same artifact, which "
+        "`--draft mtp` then uses; with a GGUF file --draft FILE is enough")] = None  # fmt: skip
     no_mmproj: Annotated[bool, Option("leave out the model's image encoder, its mmproj file")] = False
 
     @property
@@ -276,7 +279,8 @@ class RunOptions(Checked):
         "restart or when the memory was needed for others: bytes that it takes at most, or a size such as 20G, of all "
         "models together", default="not kept", low=1, high=1 << 60)] = None  # fmt: skip
     draft: Annotated[str | os.PathLike[str] | None, Option(
-        "decode several tokens a step, guessed by a smaller model with the same vocabulary (named as a model is), "
+        "decode several tokens a step, guessed by a smaller model with the same vocabulary (named as a model is), by "
+        "a draft of this model alone (the GGUF file of an eagle3, dflash or gemma4-assistant one), "
         'or, for "lookup", taken from the text so far, or, for "mtp", by the model\'s own layer for that, if it has '
         "one. Answers are the same, and the number of guesses adapts to how many are right",
         also=("-md", "--model-draft"))] = None  # fmt: skip

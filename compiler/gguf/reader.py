@@ -47,7 +47,14 @@ def check_tensors(config: ModelConfig, tensors: dict[str, Any], path: str) -> No
     """UserError (with `path` in front) unless `tensors` are those of `expected_tensors`, `optional` ones beside them
     and unused ones, vectors as floats. An additional tensor is an error, too, as in llama.cpp: it belongs to a variant
     whose results would be wrong without it. Tensors get the dimensions of 1 that are expected."""
-    known, expected = set(config.unused), dict(expected_tensors(config))
+    check_expected(dict(expected_tensors(config)), set(config.unused), tensors, path, config.architecture)
+
+
+def check_expected(
+    expected: Mapping[str, tuple[int, ...]], unused: set[str], tensors: dict[str, Any], path: str, architecture: str
+) -> None:
+    """`check_tensors` for these names and shapes."""
+    known = set(unused)
     for name, shape in expected.items():
         if name not in tensors:
             raise UserError(f"{path}: tensor {name} is missing; {FETCH_AGAIN}")
@@ -59,7 +66,7 @@ def check_tensors(config: ModelConfig, tensors: dict[str, Any], path: str) -> No
     extra = next((name for name in tensors if name not in known), None)
     if extra is not None:
         raise UserError(
-            f"{path}: tensor {extra!r} is not part of a {config.architecture} model as supported here; "
+            f"{path}: tensor {extra!r} is not part of a {architecture} model as supported here; "
             "use a model of the plain architecture"
         )
 
@@ -86,8 +93,9 @@ class GGUFModel(Closing):
     path: what was opened, for messages; a synthetic model's spec. files: all parts of it; none for a synthetic model.
     metadata: GGUF keys as plain Python values (of the first part of a split file).
     stored: the file's tensors by name, in its order. tensors: those that the graph refers to, the same but for merged
-    ones, and those of the image encoder. config: the typed hyperparameters. vision: the encoder's VisionFile, if there
-    is one. gpus, joins, sums: of a model that is not divided (models/shards.py)."""
+    ones, and those of the image encoder and of a draft. config: the typed hyperparameters. vision: the encoder's
+    VisionFile, if there is one; draft: the DraftFile. gpus, joins, sums: of a model that is not divided
+    (models/shards.py)."""
 
     gpus = 1
     joins: frozenset[str] = frozenset()
@@ -105,6 +113,7 @@ class GGUFModel(Closing):
         self.path, self.metadata, self.config, self.files = path, metadata, config, tuple(files)
         self._opened: Sequence[_File] = ()
         self.vision: Any = None
+        self.draft: Any = None
         self.stored, self.tensors = tensors, graph_tensors(config, tensors)
 
     @classmethod
@@ -135,6 +144,13 @@ class GGUFModel(Closing):
         self.features = self.config.hidden * (1 + len(vision.config.deepstack))
         self.tensors = {**self.tensors, **vision.tensors}
 
+    def add_draft(self, draft) -> None:
+        """Gives the model a draft, a DraftFile for its configuration, which is closed with it."""
+        unused = tuple(f"blk.{i}." for i in range(len(self.config.decoder_layers), len(self.config.layers)))
+        own = {name: tensor for name, tensor in self.tensors.items() if not name.startswith(unused)}
+        self.draft, self.files, self.config = draft, (*self.files, Path(draft.path)), draft.config
+        self.tensors = own | draft.tensors
+
     @property
     def size(self) -> int:
         """Bytes of all parts; 0 of a synthetic model."""
@@ -142,12 +158,12 @@ class GGUFModel(Closing):
 
     def close(self) -> None:
         """Releases the file. Blocks that were read stay valid; reading more raises ValueError. May be called again."""
-        for file in (*self._opened, *([self.vision] if self.vision else [])):
+        for file in (*self._opened, *filter(None, (self.vision, self.draft))):
             file.close()
 
     def check_unchanged(self) -> None:
         """UserError if somebody has written to the file since it was opened."""
-        for file in (*self._opened, *([self.vision] if self.vision else [])):
+        for file in (*self._opened, *filter(None, (self.vision, self.draft))):
             file.check_unchanged()
 
 
@@ -206,7 +222,7 @@ class _File:
         """The header, for which only the beginning of the file is read: a little at first, all that a header may take
         if it has no end there."""
         for length in _HEADER_READS:
-            data = self._read(0, min(length, self.size))
+            data = self.read(0, min(length, self.size))
             try:
                 return parse_header(memoryview(data), self.path)
             except UserError:
@@ -214,7 +230,7 @@ class _File:
                     raise
         raise AssertionError("the last length is the limit")
 
-    def _read(self, start: int, count: int) -> bytes:
+    def read(self, start: int, count: int) -> bytes:
         """These bytes. UserError if the file has become shorter, or cannot be read."""
         if not self.close.alive:
             raise ValueError(f"{self.path} is closed")
@@ -282,7 +298,7 @@ class _File:
             previous, end = entry.name, entry.offset + tensors[entry.name].nbytes
 
     def _rows(self, offset: int, size: int, start: int, stop: int) -> np.ndarray:
-        data = self._read(offset + start * size, (stop - start) * size)
+        data = self.read(offset + start * size, (stop - start) * size)
         return np.frombuffer(data, np.uint8).reshape(stop - start, size)
 
 

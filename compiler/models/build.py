@@ -1,7 +1,7 @@
 """Relax functions of a model: `build_module` lets the architecture's decoder emit each of them.
 
 They return what runtime/artifact/io_names.py's OUTPUTS names: the logits and, unless they score, a token for each row
-of these and its log-probability; where the model has a predicting layer, its input or output, too.
+of these and its log-probability; where something guesses tokens, what that takes, too.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import tvm
 from tvm import relax
 
 from mlc_amd.compiler.functions import FunctionSpec
+from mlc_amd.compiler.models import draft_graphs
 from mlc_amd.compiler.models.encoder import encoder
 from mlc_amd.compiler.models.graph import Graph
 from mlc_amd.compiler.models.registry import architectures
@@ -28,13 +29,24 @@ def build_module(
         with bb.function(spec.name):
             g = Graph(model, target, spec, ctx, bb)
             with bb.dataflow():
-                decoder = predictor if spec.drafts else architectures()[model.config.architecture].decoder
-                logits = encoder(g) if model.config.encoder else decoder(g)
-                found = [logits, *(g.sample(logits) if spec.samples else ())]
-                if len(spec.outputs(model.config)) > len(found):
-                    found.append(g.drafted if spec.drafts else g.hidden)
-                outputs = tuple(bb.emit_output(value) for value in found)
-            out = relax.Tuple(outputs) if spec.samples else outputs[0]
+                first, *others = (bb.emit_output(value) for value in _results(g))
+            out = relax.Tuple((first, *others)) if others else first
             bb.emit_func_output(out, params=[var for var, _ in g.parameters.values()])
         parameters[spec.name] = [(kind, name) for name, (_, kind) in g.parameters.items()]
     return bb.get(), parameters
+
+
+def _results(g: Graph) -> list[relax.Var]:
+    """What the function returns."""
+    spec, config = g.spec, g.model.config
+    if spec.keys:
+        return draft_graphs.keys(g)
+    if spec.drafts:
+        logits = draft_graphs.draft(g) if config.draft else predictor(g)
+    else:
+        logits = encoder(g) if config.encoder else architectures()[config.architecture].decoder(g)
+    if not spec.samples:
+        return [logits]
+    if spec.drafts:
+        return [logits, *g.sample(logits), *([g.drafted] if g.drafted is not None else [])]
+    return [logits, *g.sample(logits), *(g.hidden[i] for i in config.kept)]

@@ -4,10 +4,10 @@ An architecture's function makes a `ModelConfig` of a GGUF file's metadata; tens
 caches and RoPE tables follow from it. JSON-serializable with `dataclasses.asdict`: the artifact's manifest keeps it.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
+from mlc_amd.compiler.models.draft_config import DraftConfig, PredictorConfig
 from mlc_amd.compiler.models.encoder_config import EncoderConfig
 
 Shape = tuple[int, ...]
@@ -29,6 +29,7 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn: pairs that turn less often than this are divided by factor
     log_multiplier: float = 0.0  # yarn: 1 + 0.1 * log_multiplier * ln(factor) divides cos and sin; 0: does not
     factors: str = ""  # tensor [dim/2] that divides the angle of each pair, such as rope_freqs.weight (Llama 3.1)
+    offset: int = 0  # a row turns as if its position were greater by so many
     long_factors: str = ""  # the same for caches of more than original_context tokens (longrope)
     sections: tuple[int, ...] = ()  # pairs that turn by t, by y and by x of an image's row (M-RoPE); (): all by one
     interleaved: bool = False  # pairs of the sections take turns (Qwen3-VL); False: the sections follow one another
@@ -292,15 +293,6 @@ class Norms:
 
 
 @dataclass(frozen=True)
-class PredictorConfig:
-    """Makes a layer one of multi-token prediction (`transformer.predictor`): which tensors it does not share."""
-
-    embedding: bool = False  # nextn.embed_tokens
-    head: bool = False  # nextn.shared_head_head
-    norm: bool = False  # nextn.shared_head_norm
-
-
-@dataclass(frozen=True)
 class LayerConfig:
     """x += mixer, then x += feed_forward, each within its norms; either may be missing. In a parallel layer x += mixer
     + feed_forward."""
@@ -354,6 +346,7 @@ class ModelConfig:
     layer_embedding: int = 0  # columns of a second embedding of each token, one for each layer (gemma4); 0: none
     unused: tuple[str, ...] = ()  # tensors of the file that are not read
     encoder: EncoderConfig | None = None
+    draft: DraftConfig | None = None  # whose layers follow the model's own
 
     @property
     def columns(self) -> int:
@@ -361,40 +354,36 @@ class ModelConfig:
         return self.encoder.features if self.encoder else self.vocab
 
     @property
+    def decoder_layers(self) -> tuple[LayerConfig, ...]:
+        """Those that do not guess tokens, which come last."""
+        return self.layers[: self.predictor]
+
+    @property
     def predictor(self) -> int | None:
-        """The layer that guesses tokens, if there is one."""
+        """The first layer that guesses tokens, if there is one."""
         return next((i for i, layer in enumerate(self.layers) if layer.predictor), None)
+
+    @property
+    def of_draft(self) -> "ModelConfig":
+        """What a graph of the draft's functions takes for the model's configuration; the same without a draft."""
+        d = self.draft
+        return replace(self, hidden=d.hidden, norm_eps=d.norm_eps, norm="rms", norm_weights=True) if d else self
+
+    @property
+    def drafted(self) -> int:
+        """Columns of what a guess takes of the one before; 0: guesses do not follow one another."""
+        if self.draft:
+            return self.draft.drafted
+        return 0 if self.predictor is None else self.hidden
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The layers whose inputs steps keep for guesses; the number of layers: the output of the last one."""
+        if self.draft:
+            return self.draft.kept
+        return () if self.predictor is None else (self.predictor,)
 
 
 def attentions(config: ModelConfig) -> Iterator[AttentionConfig]:
     """Of the layers that have attention."""
     return (layer.attention for layer in config.layers if layer.attention)
-
-
-class Model(Protocol):
-    """A model as GGUFModel, synthetic ones and ShardedModel have it: tensors by name, of which a graph reads shape,
-    rows and format. gpus: that share it by tensor; sums: names of the matrices of which each GPU has some columns, so
-    that products are terms of a sum; joins: of those of which each has some rows, and all need whole products.
-    features: columns of what an image's encoder makes of a row: the row of the embedding, then what is added to it
-    after layer 0, after layer 1 .. (deepstack); 0: there is no encoder."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def tensors(self) -> Mapping[str, Any]: ...
-
-    @property
-    def vision(self) -> Any: ...
-
-    @property
-    def gpus(self) -> int: ...
-
-    @property
-    def sums(self) -> frozenset[str]: ...
-
-    @property
-    def joins(self) -> frozenset[str]: ...
-
-    @property
-    def features(self) -> int: ...

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from tvm import relax
 
 from mlc_amd.compiler import ops
-from mlc_amd.compiler.models.config import Model
+from mlc_amd.compiler.models.model import Model
 from mlc_amd.compiler.ops import shape_of
 from mlc_amd.schedules.formats import HALF_MAX
 from mlc_amd.schedules.operators import AllGather, AllReduce, exchange

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from tvm import relax, te
 
 from mlc_amd.compiler import ops
-from mlc_amd.compiler.functions import HIDDEN, FunctionSpec
+from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.models import exchanges, packed
-from mlc_amd.compiler.models.config import AttentionConfig, Model, ModelConfig, attentions
+from mlc_amd.compiler.models.config import AttentionConfig, ModelConfig, attentions
+from mlc_amd.compiler.models.model import Model
 from mlc_amd.compiler.models.tensors import SCALE
 from mlc_amd.compiler.ops import shape_of, tensor_type
-from mlc_amd.runtime.artifact.io_names import page_table
+from mlc_amd.runtime.artifact.io_names import HIDDEN, page_table
 from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.sampling.layout import row_shapes
 from mlc_amd.schedules.formats import FORMATS
@@ -77,11 +78,12 @@ class Graph:
     parameters: dict[str, tuple] = field(default_factory=dict)  # name: (Var, kind)
     terms: set[relax.Var] = field(default_factory=set)  # of sums over the GPUs that share the model
     row_tables: dict[str, relax.Var] = field(default_factory=dict)  # of images.place
-    hidden: relax.Var | None = None  # the rows before the last norm, once they are emitted
+    hidden: dict[int, relax.Var] = field(default_factory=dict)  # inputs of layers, once they are emitted
     drafted: relax.Var | None = None  # of transformer.predictor
 
     def __post_init__(self):
-        self.config: ModelConfig = self.model.config
+        config = self.model.config
+        self.config: ModelConfig = config.of_draft if self.spec.drafts else config
         self.m = self.spec.m
         self.state = self.parameter("state", "io", tensor_type((4,), "int32"))
         self.tokens = self.parameter("tokens", "io", tensor_type((self.m,), "int32"))
@@ -141,28 +143,27 @@ class Graph:
         weight = self.vector(name + ".weight") if self.config.norm_weights else self.ones(k)
         return self.emit(op, [x, weight, *([self.vector(bias)] if bias else [])])
 
-    @property
-    def kept_hidden(self) -> relax.Var:
-        """The rows that the decoder's last step left, before its last norm."""
-        return self.parameter(HIDDEN, "kv", tensor_type((self.m, self.config.hidden)))
+    def kept(self, layer: int) -> relax.Var:
+        """The rows of the decoder's last step, as they entered that layer; the number of layers: left the last one."""
+        return self.parameter(f"{HIDDEN}{layer}", "kv", tensor_type((self.m, self.model.config.hidden)))
 
-    def gathered(self, name: str) -> relax.Var:
+    def gathered(self, name: str, columns: int) -> relax.Var:
         """Of each row the row `sources` of a kept tensor."""
         rows = max(spec.m for spec in self.target.functions(self.ctx))
-        kept = self.parameter(name, "kv", tensor_type((rows, self.config.hidden)))
+        kept = self.parameter(name, "kv", tensor_type((rows, columns)))
         sources = self.parameter("sources", "io", tensor_type((self.m,), "int32"))
 
         def gather(sources, kept):
             def element(row, column):
                 return kept[te.max(te.min(sources[row], rows - 1), 0), column]
 
-            return te.compute((self.m, self.config.hidden), element, "gathered")
+            return te.compute((self.m, columns), element, "gathered")
 
         return self.bb.emit_te(gather, sources, kept, primfunc_name_hint="gather_rows")
 
-    def joined(self, x, y) -> relax.Var:
-        """The columns of x, then those of y."""
-        return self.bb.emit(OPS.concat([x, y], axis=1))
+    def joined(self, x, *others) -> relax.Var:
+        """The columns of x, then those of the others."""
+        return self.bb.emit(OPS.concat([x, *others], axis=1)) if others else x
 
     def answers(self, x, name: str) -> relax.Var:
         """The last norm, which keeps the rows whose logits the function returns: what follows computes no others."""
@@ -291,14 +292,27 @@ class Graph:
         assert a, "a layer with attention"
         if a.temperature and self.ctx + a.temperature.offset > a.temperature.length:
             q = self.scaled_by_position(q, TEMPERATURES)
-        rope = self.config.ropes.get(a.rope)
+        q, cache = self._rotated(a, q, k, v, layer)
+        sinks = [self.vector(f"{block}attn_sinks.weight", exact=True)] if a.sinks else []
+        return self._attended(a, q, cache, sinks)
+
+    def write_keys(self, k, v, layer: int) -> list[relax.Var]:
+        """Writes keys and values of a layer, as `attention` does, and returns its cache."""
+        a = self.config.layers[layer].attention
+        assert a, "a layer with attention"
+        return self._rotated(replace(a, heads=a.kv_heads), k, k, v, layer)[1]
+
+    def _rotated(self, a: AttentionConfig, q, k, v, layer: int) -> tuple[relax.Var, list[relax.Var]]:
+        """Rotated queries, and the cache with the rows' keys."""
+        rope, block = self.config.ropes.get(a.rope), f"blk.{layer}."
         table = [self.row_tables.get(a.rope, self.parameters[f"{a.rope}.table"][0])] if rope else []
         layer_of = self.target.layer(a, self.ctx)
         writes = a.kv_layer is None
         norms = [self.head_norm(block, which, a) for which in ("qk" if writes else "q")] if a.head_norms else []
         cache = [self.parameters[f"{which}.{layer if writes else a.kv_layer}"][0] for which in layer_of.cache]
-        pages = self.pages(layer_of.span)
-        sources = [self.rows, pages, q, k, v, *norms, *table, *cache] if writes else [self.rows, q, *norms, *table]
+        sources = [self.rows, q, *norms, *table]
+        if writes:
+            sources = [self.rows, self.pages(layer_of.span), q, k, v, *norms, *table, *cache]
         rotation = Rope(
             neox=bool(rope and rope.neox), rotary=rope.dim if rope else 0,
             eps=self.config.norm_eps if a.head_norms else None, norm_after=a.norm_after_rope,
@@ -310,10 +324,8 @@ class Graph:
         # Another layer's cache is written when its output, which this layer's input depends on, is computed.
         if writes:
             q, *cache = (self.bb.emit(relax.TupleGetItem(rotated, i)) for i in range(1 + len(cache)))
-        else:
-            q = rotated
-        sinks = [self.vector(f"{block}attn_sinks.weight", exact=True)] if a.sinks else []
-        return self._attended(a, pages, q, cache, sinks)
+            return q, cache
+        return rotated, cache
 
     def latent_attention(self, latent, rotating, key, layer: int) -> relax.Var:
         """Norm of the latent, RoPE, KV write and causal attention of a layer with a LatentConfig. latent: the queries'
@@ -330,14 +342,17 @@ class Graph:
         op = LatentKvWrite(layer=layer_of, rope=rotation, m=self.m, query_dtype=self.target.query_dtype)
         written = self.emit(op, sources)
         q, *cache = (self.bb.emit(relax.TupleGetItem(written, i)) for i in range(1 + len(cache)))
-        return self._attended(a, pages, q, cache, [])
+        return self._attended(a, q, cache, [])
 
-    def _attended(self, a: AttentionConfig, pages, q, cache, sinks) -> relax.Var:
+    def _attended(self, a: AttentionConfig, q, cache, sinks) -> relax.Var:
         """Attention of rotated queries with the cache, which has the rows' own keys."""
+        source = a if a.kv_layer is None else self.config.layers[a.kv_layer].attention
+        assert source, "a layer with attention"
+        pages = self.pages(self.target.layer(source, self.ctx).span)
         workspace = self.target.attention_workspace(a, self.ctx, self.spec.single)
         buffers = [self.parameter(name, "kv", tensor_type(*of)) for name, of in workspace.items()]
         inputs = [self.rows, pages, q, *cache, *sinks, *buffers]
-        seen = a.images and self.model.features > 0 and self.m > self.spec.single
+        seen = a.images and (self.model.features > 0 or self.spec.drafts) and self.m > self.spec.single
         layer = replace(self.target.layer(a, self.ctx), images=seen)
         op = CausalAttention(layer=layer, m=self.m, single=self.spec.single, layout="")
         found = self.emit(op, inputs)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tvm import relax, te
 
 from mlc_amd.compiler.models import exchanges
-from mlc_amd.compiler.models.config import Model
+from mlc_amd.compiler.models.model import Model
 from mlc_amd.compiler.ops import tensor_type
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from mlc_amd.compiler.models import tensors as common
 from mlc_amd.compiler.models import transformer
 from mlc_amd.compiler.models.config import LayerConfig, ModelConfig, Shape
+from mlc_amd.compiler.models.drafts import DRAFTS
 from mlc_amd.compiler.models.encoder_metadata import HEADS
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.tensors import INPUT_SCALE, SCALE
@@ -119,6 +120,8 @@ def read_config(
     keys = Keys(metadata, tensor_names, path, pooling=pooling)
     name = keys.string("general.architecture")
     if name not in architectures():
+        if name in DRAFTS:
+            raise keys.error(f"{name} files hold a draft: give its model, and this file with --draft")
         alike = get_close_matches(name, architectures(), 4) or sorted(MOST_USED)
         known = f"{len(architectures())} others are, such as {', '.join(alike)}"
         raise keys.error(f"architecture {shorten(name)} is not supported; {known}")

@@ -46,7 +46,7 @@ def with_options(config: ModelConfig, options: RopeOptions) -> ModelConfig:
         raise UserError(
             f"RoPE of {config.architecture} models cannot be changed: the scale of their attention depends on it"
         )
-    changed = {name: rope if name == LOCAL_ROPE else _with(rope, options) for name, rope in config.ropes.items()}
+    changed = {name: rope if name.endswith(LOCAL_ROPE) else _with(rope, options) for name, rope in config.ropes.items()}
     return replace(config, ropes=changed)
 
 
@@ -95,7 +95,7 @@ def rope_table(rope: RopeConfig, ctx: int, freq_factors: np.ndarray | None = Non
         magnitude *= (1.0 + 0.1 * scale) / (1.0 + 0.1 * rope.log_multiplier * scale)
     else:
         frequency = interpolated
-    angle = np.arange(ctx, dtype=np.float64)[:, None] * frequency
+    angle = (np.arange(ctx, dtype=np.float64) + rope.offset)[:, None] * frequency
     table = np.empty((ctx, rope.dim), np.float32)
     table[:, 0::2] = np.cos(angle) * magnitude
     table[:, 1::2] = np.sin(angle) * magnitude

@@ -18,10 +18,10 @@ from mlc_amd.compiler.models.config import (
     Mamba2Config,
     ModelConfig,
     Norms,
-    PredictorConfig,
     Shape,
     ShortConvConfig,
 )
+from mlc_amd.compiler.models.draft_config import PredictorConfig
 from mlc_amd.compiler.models.encoder_config import EncoderConfig
 
 BLOCK = 32  # rows and columns of the matrices of feed-forward blocks come in so many

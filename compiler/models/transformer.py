@@ -16,10 +16,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mlc_amd.compiler.functions import DRAFTED
 from mlc_amd.compiler.models import decoder_parts, exchanges, images, packed, recurrent
 from mlc_amd.compiler.models import mixture as mixture_graph
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LatentConfig, LayerConfig, Norms
+from mlc_amd.runtime.artifact.io_names import DRAFTED
 from mlc_amd.schedules.operators.layouts import padded
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ def decoder(g: Graph):
 
 def layers(g: Graph, x):
     """All layers but those that predict."""
-    for i, layer in enumerate(g.config.layers):
-        if not layer.predictor:
-            x = images.deepstack(g, decoder_layer(g, x, i, layer), i)
+    for i, layer in enumerate(g.config.decoder_layers):
+        g.hidden[i] = x
+        x = images.deepstack(g, decoder_layer(g, x, i, layer), i)
     return x
 
 
@@ -171,7 +171,8 @@ def logits(g: Graph, x):
 
 def head(g: Graph, x, norm: str, matrix: str):
     """Logits by that norm and that matrix."""
-    c, g.hidden = g.config, x
+    c = g.config
+    g.hidden[len(c.decoder_layers)] = x
     y = exchanges.gathered(g, g.linear(g.answers(x, norm), matrix), matrix, padded(c.vocab))
     y = g.scaled(y, c.logit_scale) if c.logit_scale != 1.0 else y
     return g.softcap(y, c.logit_softcap) if c.logit_softcap else y
@@ -202,7 +203,7 @@ def predictor(g: Graph):
     assert has
     output = "token_embd.weight" if c.tied else "output.weight"
     images.place(g)
-    h = g.gathered(DRAFTED) if g.spec.chained else g.norm(g.kept_hidden, c.output_norm)
+    h = g.gathered(DRAFTED, c.hidden) if g.spec.chained else g.norm(g.kept(i), c.output_norm)
     e = g.embed(own + "embed_tokens.weight" if has.embedding else "token_embd.weight", c.embedding_scale)
     both = g.joined(g.rms_norm(e, own + "enorm.weight"), g.rms_norm(h, own + "hnorm.weight"))
     x = g.linear(both, own + "eh_proj.weight")

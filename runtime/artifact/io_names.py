@@ -16,7 +16,9 @@ RESULTS = (*OUTPUTS, ENCODED)
 # (learned positions, the class token); cosines and sines of rotary positions; the first row and the end of what it
 # attends to, in layers without windows and with them; the rows that convolutions take for each group.
 PATCHES = ("patches", "added", "turns", "segments", "windows", "neighbours")
-ROWS = ("hidden", "drafted")  # kept tensors with a row for each row of a step, for functions that guess tokens
+# Kept tensors with a row for each row of a step, for functions that guess tokens: inputs of layers, by their numbers
+# (of as many as there are layers: the output of the last one), and what the next guess takes of one.
+HIDDEN, DRAFTED = "hidden.", "drafted"
 _SELDOM = ("changes", "allowed")  # io buffers of sampling that most steps do not use
 FEATURES = "features"  # of the rows of images, which most steps do not have
 # io buffers that the host may write while the device computes what does not read them: see `launches_before_late`.

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from mlc_amd.runtime.artifact import json_files
+from mlc_amd.runtime.artifact.manifest_draft import ManifestDraft
 from mlc_amd.runtime.cache.kv_types import KvType
 from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.errors import UserError
@@ -25,12 +26,13 @@ from mlc_amd.runtime.exchange_layout import boxes
 from mlc_amd.runtime.gpus import Unit
 from mlc_amd.runtime.sampling.settings import SamplingChanges
 
-FORMAT_VERSION = 14
+FORMAT_VERSION = 15
 LINES = 4  # levels of the manifest whose values have a line each
 MANIFEST = "manifest.json"
 ADVICE = "compile the model again"
 RANK = "@"  # in a tensor's name, before the number of the GPU whose part it is: all but the first one's
 FOLLOW, CHAIN = "follow_", "chain_"  # prefixes of functions that guess tokens: after a step, and after a guess
+BLOCK = f"{CHAIN}block"  # the function for a draft's block
 IMAGE = "image_"  # prefix of the functions of an image encoder, before their number of patches
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
 # The limits only keep what is computed with these numbers within 64 bits; other parts determine the right values.
@@ -94,6 +96,7 @@ class ManifestModel(TypedDict):
     layer_embedding: _Count
     unused: list[str]
     encoder: ManifestEncoder | None
+    draft: ManifestDraft | None
 
 
 class DeviceRequirements(TypedDict):

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from math import prod
 
 from mlc_amd.runtime.artifact.io_buffers import io_buffers
-from mlc_amd.runtime.artifact.io_names import ENCODED, PER_ANSWER, PER_ROW, RESULTS, ROWS, page_table
+from mlc_amd.runtime.artifact.io_names import DRAFTED, ENCODED, HIDDEN, PER_ANSWER, PER_ROW, RESULTS, page_table
 from mlc_amd.runtime.artifact.manifest import (
+    BLOCK,
     DeviceLaunches,
     Manifest,
     ManifestFunction,
@@ -116,8 +117,8 @@ def _check_functions(manifest: Manifest) -> None:
         good = single <= rows and logits <= rows and (single <= logits or logits == rows)
         _require(good, f"functions[{shorten(name)}]", f"{rows} rows, {single} single ones and {logits} rows of logits")
         used = {str(arg[-1]) for launch in function["launches"] for arg in launch["args"] if arg[:1] == ["io"]}
-        result = ENCODED if is_encoder(name) else "logits"
-        _require(result in used, f"functions[{shorten(name)}].launches", f"none computes {result}")
+        result, only_keys = ENCODED if is_encoder(name) else "logits", is_draft(name) and not function["samples"]
+        _require(result in used or only_keys, f"functions[{shorten(name)}].launches", f"none computes {result}")
         _require(("sampled" in used) == function["samples"], f"functions[{shorten(name)}].samples", "not what it does")
     if manifest["model"]["encoder"]:
         good = all(f["logits"] == f["rows"] and not f["single"] for f in functions.values())
@@ -132,6 +133,12 @@ def _check_functions(manifest: Manifest) -> None:
     _require(any(not s and n == m for m, s, n in sizes.values()), "functions", "none computes the logits of all rows")
     _require(any(not s and n == 1 for m, s, n in sizes.values()), "functions", "none takes a chunk")
     _require(any(f["samples"] for f in functions.values()), "functions", "none chooses tokens")
+    if draft := manifest["model"]["draft"]:
+        rows, single, _ = sizes.get(BLOCK, (0, 0, 0))
+        _require(
+            not draft["block"] or (rows >= draft["block"] and not single), "model.draft.block", "no function has it"
+        )
+        _require(draft["mask"] < manifest["model"]["vocab"], "model.draft.mask", "not in the vocabulary")
 
 
 def _check_io(manifest: Manifest) -> None:
@@ -285,7 +292,7 @@ class _Arguments:
             declared = declared[0], (-(-declared[1][0] // VECTOR) * VECTOR,)
         elif kind == "kv" and (role in _PAGED) != (name in self._spans):
             return f"{kind} {name[:60]!r} {'has' if name in self._spans else 'lacks'} a span, its role is {role}"
-        elif role in _PAGED or (name in ROWS and found[1] > declared[1]):
+        elif role in _PAGED or (name.startswith((HIDDEN, DRAFTED)) and found[1] > declared[1]):
             # any number of pages or cells, as tables contain those in use; of rows the first ones
             found, declared = _cell(found), _cell(declared)
         return "" if found == declared else f"{kind} {name[:60]!r} is {_text(found)}, it takes {_text(declared)}"

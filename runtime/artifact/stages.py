@@ -58,6 +58,8 @@ def divide(manifest: Manifest, sizes: Mapping[str, int], shares: Sequence[float]
     """The first layer of each stage but the first, so that the stages' bytes are nearest to `shares` of all. UserError
     if the model has too few layers."""
     ends = [0, *accumulate(layer_bytes(manifest, sizes))]
+    if manifest["model"]["draft"]:
+        raise UserError("a model that is compiled with a draft runs on one GPU: leave --devices or the draft out")
     allowed, found = _borders(manifest), []
     for i, wanted in enumerate(accumulate(shares[:-1])):
         left = len(shares) - 2 - i  # further borders

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from mlc_amd.runtime.artifact.manifest import CHAIN, decoders, is_draft
+from mlc_amd.runtime.artifact.manifest import BLOCK, CHAIN, decoders, is_draft
 
 # Reading the weights takes as long as computing so many rows: by the times of functions of 1 to 512 rows on an H200
 # (llama3-8b:q4_0: 1 row 1.8 ms, 64 4.3, 128 7.0, 512 22.8), which this describes within a tenth.
@@ -84,6 +84,8 @@ class Functions:
         entries = [StepFunction(name, f["rows"], f["single"], f["logits"]) for name, f in decoders(manifest).items()]
         found = [function for function in entries if not is_draft(function.name)]
         self._chains = [function for function in entries if function.name.startswith(CHAIN)]
+        # of a draft that guesses blocks
+        self.block = next((function for function in entries if function.name == BLOCK), None)
         self.drafts = len(found) < len(entries)  # there are functions that guess tokens
         self.score = next(f for f in found if f.scores)  # computes the logits of all rows of a chunk
         # The smallest first; of the same size the one that computes fewest logits.

@@ -112,8 +112,8 @@ class LogitsEngine(Closing):
     # ---- speculation
 
     def own_draft(self) -> OwnDraft:
-        """Guesses by a layer of the model that was trained for them. UserError if it has none."""
-        return OwnDraft(self._runner, self.artifact.manifest["name"])
+        """Guesses by what was trained for the model and compiled with it. UserError if there is nothing."""
+        return OwnDraft(self._runner, self.artifact.manifest["name"], self.config["draft"])
 
     def speculate(self, drafter: Drafter | None) -> None:
         """From now on steps verify that drafter's guesses (closed with the engine), or none. Answers are the same."""

@@ -195,12 +195,14 @@ class Runner:
         return rows
 
     def follow(self, tokens: Sequence[int]) -> list[int]:
-        """After a step (`sample`), by the layer that predicts: the most likely tokens after `tokens`, which are the
-        ones after the step's rows, in order. Returns those of the rows for which the step chose tokens."""
+        """After a step (`sample`), by what guesses tokens: the most likely tokens after `tokens`, which are the ones
+        after the step's rows, in order. Returns those of the rows for which the step chose tokens; none of a draft
+        with blocks."""
+        name = FOLLOW + self._last
         self._choices.clear()
         self.device.write("tokens", np.asarray(tokens, np.int32))
-        self.device.run(FOLLOW + self._last)
-        if not self._answered:
+        self.device.run(name)
+        if not (self._answered and self._entries[name]["samples"]):
             return []
         sampled = self.device.read("sampled", max(self._answered) + 1).tolist()
         return [sampled[row] for row in self._answered]
@@ -213,6 +215,15 @@ class Runner:
         self.device.write("sources", np.asarray(sources, np.int32))
         self.device.run(function.name)
         return self.device.read("sampled", len(rows)).tolist()
+
+    def block(self, rows: ChunkRows) -> list[int]:
+        """The most likely token of each row of a draft's block; -1 where a logit is not a finite number."""
+        function = self.functions.block
+        assert function, "a draft with blocks"
+        self._choices.clear()
+        self.prepare(function, (), rows)
+        self.device.run(function.name)
+        return self.device.read("sampled", len(rows[0])).tolist()
 
     def score(self, chunk: ChunkRows) -> np.ndarray:
         """The logits [rows, vocab] of a chunk of at most `scored` rows, in memory that the next step may overwrite."""

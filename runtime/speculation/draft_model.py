@@ -31,7 +31,7 @@ _FEW = 8  # pending tokens, at most, that are single rows of a step
 class DraftModel:
     """A `Drafter`. artifact, device: of the draft model, closed with it. UserError for another vocabulary."""
 
-    expected, free, follows = 0.7, False, False
+    expected, free, at_once, follows = 0.7, False, False, False
 
     def __init__(self, artifact, device, tokenizer: Tokenizer) -> None:
         if not Tokenizer.load(artifact.path).same_vocabulary(tokenizer):

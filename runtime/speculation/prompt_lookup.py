@@ -37,7 +37,7 @@ class _Index:
 class PromptLookup:
     """A `Drafter`."""
 
-    expected, free, follows = 0.5, True, False
+    expected, free, at_once, follows = 0.5, True, False, False
 
     def __init__(self) -> None:
         self._indices: dict[Request, _Index] = {}

@@ -42,6 +42,7 @@ class Drafter(Protocol):
 
     expected: float  # acceptance, before there was a guess
     free: bool  # guesses take negligible time: all are made, then the best number is kept
+    at_once: bool  # guesses of an answer take the same time, however many there are
     follows: bool  # it guesses after steps that it has followed, see `Speculation.following`
 
     def draft(self, wanted: Mapping[Request, tuple[TokenChoice, int]]) -> Mapping[Request, list[int]]:
@@ -142,7 +143,8 @@ class Speculation:
         times = self._steps.between(answers, max(rows, answers))
         plain, left = times[0], len(times) - 1
         for guesses in range(1, len(times)):
-            times[guesses] += guesses * guess_s + (self._follows.of(answers + guesses) if follows else 0.0)
+            timed = min(guesses, answers) if self.drafter.at_once else guesses
+            times[guesses] += timed * guess_s + (self._follows.of(answers + guesses) if follows else 0.0)
         counts, rate = best_counts(known, list(most.values()), times)
         one = [int(of > 0 and i < left) for i, of in enumerate(most.values())]  # one guess each
         cost, may_lose = times[sum(one)] - plain, self._balance_s + LOSS * self._decoded_s
@@ -181,7 +183,8 @@ class Speculation:
             self._guessed = 0
             return
         self._guessed += 1
-        if own := sum(len(guess) for request, guess in drafted.items() if request not in self._forced):
+        each = (1 if self.drafter.at_once else len(guess) for of, guess in drafted.items() if of not in self._forced)
+        if own := sum(each):
             self._guess_s += _LATEST * (guess_s / own - self._guess_s)
         gained = sum(found.values()) / answers * self._steps.of(answers) - guess_s - step_s
         self._balance_s = min(self._balance_s + gained, CREDIT * self._steps.of(answers))

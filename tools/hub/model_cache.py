@@ -68,9 +68,9 @@ class Recipe(CompileOptions):
         """Changes whenever the compiled result might: the file, the settings, this program and its compiler, and for
         "native" the CPU; not with tuned records (`_plans_hold`). OSError where the file is gone."""
         ctx = self.ctx and -(-self.ctx // CONTEXT_STEP) * CONTEXT_STEP
-        parts: list[object] = [asdict(self) | {"path": "", "mmproj": "", "ctx": ctx}]
+        parts: list[object] = [asdict(self) | {"path": "", "mmproj": "", "drafter": "", "ctx": ctx}]
         parts += [mlc_amd.__version__, metadata.version("apache-tvm"), _sources()]
-        for path in filter(None, (self.path, self.mmproj)):
+        for path in filter(None, (self.path, self.mmproj, self.drafter)):
             status = Path(path).stat()
             parts += [str(Path(path).resolve()), status.st_size, status.st_mtime_ns]
         if self.arch == "native":
@@ -95,8 +95,8 @@ def find(recipe: Recipe) -> Path | None:
 def record(recipe: Recipe) -> None:
     """Notes what the recipe's artifact was made from, that its plans hold with `recipe.records`, and that it is used
     now."""
-    path, mmproj = (one and os.path.abspath(one) for one in (recipe.path, recipe.mmproj))
-    made = replace(recipe, path=path, mmproj=mmproj)
+    files = {name: (one := getattr(recipe, name)) and os.path.abspath(one) for name in ("path", "mmproj", "drafter")}
+    made = replace(recipe, **files)
     note = _note(recipe.folder)
     temporary = note.with_name(f".{note.name}.{os.getpid()}")
     try:

@@ -124,10 +124,12 @@ def open_source(
     pooling: str = "auto",
     override_kv: Sequence[str] = (),
     rope: RopeOptions = _AS_IT_IS,
+    drafter: str | os.PathLike[str] | None = None,
 ) -> AbstractContextManager[GGUFModel]:
     """The GGUF file, or the synthetic model of that spec, to be compiled; closed at the end of the `with` block.
-    encoder: the file of its image encoder. pooling, override_kv: of CompileOptions."""
+    encoder: the file of its image encoder. pooling, override_kv, drafter: of CompileOptions."""
     check_compiler(synthetic or path)
+    from mlc_amd.compiler.gguf.draft import DraftFile
     from mlc_amd.compiler.gguf.mmproj import VisionFile
     from mlc_amd.compiler.gguf.overrides import overrides
     from mlc_amd.compiler.gguf.reader import GGUFModel
@@ -141,6 +143,8 @@ def open_source(
     else:
         found = GGUFModel.open(path or "", pooling, overrides(override_kv))
     try:
+        if drafter:
+            found.add_draft(DraftFile(Path(drafter).expanduser(), found.config))
         found.config = with_options(found.config, rope)
         if encoder:
             found.add_vision(VisionFile(encoder))
@@ -180,8 +184,13 @@ def _default_output(path: Path | None, synthetic: str | None, settings: str) -> 
 
 
 def _with_encoder(path: Path | None, options: CompileOptions) -> CompileOptions:
-    """The options with the image encoder of that model. Which one it is says all: `no_mmproj` is the default."""
-    return replace(options, mmproj=encoders.choose(path, options), no_mmproj=False)
+    """The options with the image encoder of that model. Which one it is says all: `no_mmproj` is the default. UserError
+    where the draft's file is none."""
+    drafter = None if options.drafter is None else Path(options.drafter).expanduser()
+    if drafter and not drafter.is_file():
+        raise UserError(f"--drafter {drafter}: there is no such file; check the path")
+    changed = {"mmproj": encoders.choose(path, options), "no_mmproj": False}
+    return replace(options, **changed, drafter=None if drafter is None else str(drafter))
 
 
 def source_path(model: str | os.PathLike[str] | None, synthetic: str | None, encoder: bool = False) -> Path | None:
@@ -232,10 +241,14 @@ def seeing_artifact_path(options: LoadOptions) -> Path:
 def load_engine(options: LoadOptions, synthetic: str | None = None, kv: KvSize | None = None) -> Engine:
     """An Engine for the options' model, or for the `synthetic` one of that spec. kv: as of `Engine.load`."""
     _check_sizes(options)
-    path = artifact_path(options, synthetic)
     from mlc_amd.runtime.engine.engine import Engine
     from mlc_amd.runtime.speculation.draft_model import LOOKUP, OWN
 
+    if options.draft not in (None, LOOKUP, OWN) and (file := _drafter(options.draft)):
+        options = replace(options, draft=None, drafter=str(file))
+    if options.drafter and options.draft is None:
+        options = replace(options, draft=OWN)
+    path = artifact_path(options, synthetic)
     if options.draft not in (None, LOOKUP, OWN):
         draft = replace(options, model=options.draft, mmproj=None, no_mmproj=True)
         options = replace(options, draft=artifact_path(draft))
@@ -246,6 +259,16 @@ def _check_sizes(options: LoadOptions) -> None:
     """UsageError before anything is compiled."""
     KvSize.of(options.kv_tokens, options.kv_memory)
     _ = options.disk_bytes
+
+
+def _drafter(draft: str | os.PathLike[str] | None) -> Path | None:
+    """The file of that name, if it is of a draft that is compiled with its model."""
+    path = find(draft or "") if _has_compiler() else None
+    if path is None or is_artifact(path):
+        return None
+    from mlc_amd.compiler.gguf.draft import is_draft
+
+    return path if is_draft(path) else None
 
 
 def load_encoder(options: LoadOptions, synthetic: str | None = None) -> Encoder:
@@ -288,7 +311,8 @@ def _compile(
     """keep: packed weights are added to the user's cache; otherwise those that it has are verified."""
     title = f"compiling {synthetic or (path.name if path else '')} for {options.target} {options.arch}"
     encoder = None if options.mmproj is None else str(options.mmproj)
-    with open_source(path, synthetic, encoder, options.pooling, options.override_kv, options) as source:
+    changes = options.pooling, options.override_kv, options, options.drafter
+    with open_source(path, synthetic, encoder, *changes) as source:
         from mlc_amd.compiler import pipeline  # takes a second to import: only once the model is readable
         from mlc_amd.compiler.weight_store import WeightStore
 
@@ -300,8 +324,8 @@ def _compile(
 
 def _change_rope(path: Path | None, synthetic: str | None, options: CompileOptions, out: Path) -> None:
     """Writes an artifact like that without changes of RoPE, which is compiled if necessary."""
-    overrides = options.override_kv
-    with open_source(path, synthetic, None, options.pooling, overrides, options) as source:  # UserError before that
+    changes = options.pooling, options.override_kv, options, options.drafter
+    with open_source(path, synthetic, None, *changes) as source:  # UserError before that
         as_it_is = replace(options, **dict.fromkeys(options.rope_changes))
         plain = artifact_path(LoadOptions(model=path, **as_it_is.given, no_mmproj=options.mmproj is None), synthetic)
         from mlc_amd.compiler.other_tables import write_with_tables
@@ -332,6 +356,7 @@ def _check_compiled(path: Path, options: CompileOptions) -> None:
         made["pooling"] = [(manifest["model"]["encoder"] or {"pooling": "auto"})["pooling"]]
     made["split"] = ["tensor" if manifest["gpus"] > 1 else "layer"]
     made["mmproj"], made["no_mmproj"] = [manifest.get("vision", {}).get("file")], ["vision" not in manifest]
+    made["drafter"] = [(manifest["model"]["draft"] or {"file": None})["file"]]
     made = {name: [manifest[name]] for name in given if name in manifest} | made
     for name, value in given.items():
         if value not in made.get(name, [value]):

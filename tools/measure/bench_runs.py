@@ -129,7 +129,7 @@ def _timed(device, work: Callable[[], object]) -> Repetition:
 class _Known:
     """A source of guesses that knows the texts."""
 
-    expected, free, follows = 0.7, True, False
+    expected, free, at_once, follows = 0.7, True, False, False
 
     def __init__(self) -> None:
         self.texts: dict[Request, list[int]] = {}

@@ -96,7 +96,7 @@ def _read_experts(keys: Keys) -> ExpertsConfig | None:
 
 
 def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    hidden, size, count = config.hidden, config.layer_embedding, len(config.layers)
+    hidden, size, count = config.hidden, config.layer_embedding, len(config.decoder_layers)
     yield from common_tensors(config)
     if size:
         yield PER_LAYER, (config.vocab, size * count)
@@ -121,7 +121,8 @@ def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
 def decoder(g):
     x = images.inputs(g)
     inputs = layer_inputs(g, x) if g.config.layer_embedding else None
-    for i, layer in enumerate(g.config.layers):
+    for i, layer in enumerate(g.config.decoder_layers):
+        g.hidden[i] = x
         x = residual_block(g, x, i, layer.mixer_norms, transformer.attention)
         if layer.experts:
             y = dense_and_experts(g, x, i, layer, layer.experts)
@@ -151,7 +152,7 @@ def dense_and_experts(g, x, i: int, layer: LayerConfig, experts: ExpertsConfig):
 def layer_inputs(g, x):
     """float32 [m, layers * size]: what each layer takes of a token besides x, of two projections of it."""
     c = g.config
-    size, count = c.layer_embedding, len(c.layers)
+    size, count = c.layer_embedding, len(c.decoder_layers)
     y = g.scaled(g.linear(x, "per_layer_model_proj.weight"), 1 / sqrt(c.hidden))
     y = g.grouped_rms_norm(y, "per_layer_proj_norm.weight", count, size)
     return g.scaled(g.add(g.embed(PER_LAYER, sqrt(size)), y), 1 / sqrt(2))

@@ -200,7 +200,7 @@ def test_an_error_at_a_guess_counts_only_if_the_answer_gets_there(grammars):
 class Never:
     """A drafter whose guesses are wrong."""
 
-    expected, free, follows = 0.7, False, False
+    expected, free, at_once, follows = 0.7, False, False, False
 
     def __init__(self):
         self.asked = 0
