@@ -12,7 +12,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from mlc_amd.compiler.models.config import ChannelDeltaConfig, DeltaNetConfig, Mamba2Config, ShortConvConfig
+from mlc_amd.compiler.models.recurrent_config import ChannelDeltaConfig, DeltaNetConfig, Mamba2Config, ShortConvConfig
 from mlc_amd.schedules.operators import CausalConv, ChannelDecay, DeltaNet, SsmScan
 
 if TYPE_CHECKING:

@@ -17,14 +17,16 @@ from typing import Any
 from mlc_amd.compiler.gguf.tensor import Ranges, Tensor
 from mlc_amd.compiler.models.config import (
     AttentionConfig,
-    ChannelDeltaConfig,
-    DeltaNetConfig,
     ExpertsConfig,
     FeedForwardConfig,
     LayerConfig,
-    Mamba2Config,
     ModelConfig,
     SharedExpertConfig,
+)
+from mlc_amd.compiler.models.recurrent_config import (
+    ChannelDeltaConfig,
+    DeltaNetConfig,
+    Mamba2Config,
 )
 from mlc_amd.runtime.artifact.manifest import RANK
 from mlc_amd.schedules.formats import FORMATS

@@ -9,16 +9,12 @@ from typing import Any
 from mlc_amd.compiler.models.architectures.uniform import latent_attention
 from mlc_amd.compiler.models.config import (
     Block,
-    ChannelDeltaConfig,
-    DeltaNetConfig,
     ExpertsConfig,
     LayerConfig,
-    Mamba2Config,
     Mixer,
     ModelConfig,
     Norms,
     SharedExpertConfig,
-    ShortConvConfig,
 )
 from mlc_amd.compiler.models.metadata import (
     NORMS_BEFORE,
@@ -41,6 +37,12 @@ from mlc_amd.compiler.models.metadata import (
     read_uniform,
     rotations,
     shared_expert,
+)
+from mlc_amd.compiler.models.recurrent_config import (
+    ChannelDeltaConfig,
+    DeltaNetConfig,
+    Mamba2Config,
+    ShortConvConfig,
 )
 from mlc_amd.compiler.models.registry import architecture
 
