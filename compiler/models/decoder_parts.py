@@ -3,14 +3,17 @@ gates on attention's output."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tvm import relax
+from tvm import relax, te
 
 from mlc_amd.compiler.models import exchanges
-from mlc_amd.compiler.models.config import AttentionConfig
+from mlc_amd.compiler.models.config import BARE, AttentionConfig
 from mlc_amd.compiler.ops import shape_of
-from mlc_amd.schedules.operators import Embed, RmsNorm
+from mlc_amd.schedules.operators import Embed
+from mlc_amd.schedules.operators.attention import PAGE
+from mlc_amd.schedules.operators.layouts import padded
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.models.graph import Graph
@@ -28,9 +31,8 @@ def embedded(g: Graph, name: str, numbers) -> relax.Var:
 
 def embedding(g: Graph, x) -> relax.Var:
     """x, the rows of the embedding, normalized or plus the row of each one's position, as the model has it."""
-    if g.config.embedding_norm:
-        m, k = shape_of(x)
-        x = g.emit(RmsNorm(k=k, m=m, eps=g.config.norm_eps, rows="all", layout=""), [x, g.ones(k)])
+    if name := g.config.embedding_norm:
+        x = g.rms_norm(x, "") if name == BARE else g.norm(x, name)
     if not g.config.positions:
         return x
     numbers = g.bb.emit(OPS.reshape(g.columns(g.rows, 0, 1), (g.m,)))
@@ -47,12 +49,70 @@ def clamped(g: Graph, x, limit: float) -> relax.Var:
 
 
 def each_norm(g: Graph, x, name: str, a: AttentionConfig) -> relax.Var:
-    """Layer norm of each head, which has weights of its own."""
+    """The norm of each head, which has weights of its own."""
+    if a.each_norm == "layer":
+        m, columns = shape_of(x)
+        parts = g.bb.emit(OPS.reshape(x, (m, columns // a.head_dim, a.head_dim)))
+        center = g.bb.emit(OPS.subtract(parts, g.bb.emit(OPS.mean(parts, -1, keepdims=True))))
+        x = g.bb.emit(OPS.reshape(center, (m, columns)))
+    return g.multiply(bare_norm(g, x, a), g.vector(name + ".weight", exact=True))
+
+
+def bare_norm(g: Graph, x, a: AttentionConfig, factors: str = "") -> relax.Var:
+    """RMS norm of each head without weights, times the head's factor. factors: a tensor, one for each head."""
     m, columns = shape_of(x)
     parts = g.bb.emit(OPS.reshape(x, (m, columns // a.head_dim, a.head_dim)))
-    center = g.bb.emit(OPS.subtract(parts, g.bb.emit(OPS.mean(parts, -1, keepdims=True))))
-    normed = g.bb.emit(OPS.nn.rms_norm(center, g.ones(a.head_dim), -1, g.config.norm_eps))
-    return g.multiply(g.bb.emit(OPS.reshape(normed, (m, columns))), g.vector(name + ".weight", exact=True))
+    y = g.bb.emit(OPS.nn.rms_norm(parts, g.ones(a.head_dim), -1, g.config.norm_eps))
+    if factors:
+        y = g.multiply(y, g.bb.emit(OPS.reshape(g.vector(factors, exact=True), (a.heads, 1))))
+    return g.bb.emit(OPS.reshape(y, (m, columns)))
+
+
+def widened(g: Graph, q, k, v, layer: int) -> tuple:
+    """q, k and v with as many columns a head as the cache has. With ALiBi those after a head's own have, of a key, its
+    position, and of a query what makes of it the bias: slope * position, which differs from -slope * distance by the
+    same for all keys."""
+    a = g.config.layers[layer].attention
+    assert a, "a layer with attention"
+    if a.columns == a.head_dim and a.values == a.head_dim:
+        return q, k, v
+
+    def of_key(row, head, column, rows):
+        position = rows[row, 0]
+        of_block = te.if_then_else(column == 0, position // PAGE, position % PAGE).astype("float32")
+        return te.if_then_else(column < 2, of_block, 0.0)
+
+    def of_query(row, head, column, slopes):
+        bias = slopes[te.min(head, a.heads - 1)] * (1.0 / (a.scale or a.head_dim**-0.5))
+        return te.if_then_else(column == 0, bias * PAGE, te.if_then_else(column == 1, bias, 0.0))
+
+    if a.alibi:
+        q = _filled(g, q, a.heads, a.head_dim, a.columns, of_query, g.vector(f"blk.{layer}.attn_slopes"))
+        k = _filled(g, k, a.kv_heads, a.head_dim, a.columns, of_key, g.rows)
+    return q, k, _filled(g, v, a.kv_heads, a.values, a.columns, lambda *_: 0.0)
+
+
+def _filled(g: Graph, x, heads: int, size: int, columns: int, after: Callable, *args) -> relax.Var:
+    """x with `columns` columns a head instead of `size`. after(row, head, column, *args): of those after the first."""
+
+    def fill(x, *args):
+        def element(row, at):
+            head, column = at // columns, at % columns
+            own = te.max(te.min(head * size + te.min(column, size - 1), heads * size - 1), 0)
+            return te.if_then_else(column < size, x[row, own], after(row, head, column - size, *args))
+
+        return te.compute((g.m, padded(heads * columns)), element, "filled")
+
+    return g.bb.emit_te(fill, x, *args, primfunc_name_hint="fill_heads")
+
+
+def narrowed(g: Graph, y, a: AttentionConfig) -> relax.Var:
+    """The first columns of each head of attention's output, which are those of its value."""
+    if a.columns == a.values:
+        return y
+    parts = g.bb.emit(OPS.reshape(y, (g.m, a.heads, a.columns)))
+    own = g.bb.emit(OPS.strided_slice(parts, [2], [0], [a.values]))
+    return g.bb.emit(OPS.reshape(own, (g.m, a.heads * a.values)))
 
 
 def gated(g: Graph, y, gate, a: AttentionConfig) -> relax.Var:

@@ -13,7 +13,7 @@ from tvm import relax, te
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.functions import HIDDEN, FunctionSpec
-from mlc_amd.compiler.models import exchanges, packed
+from mlc_amd.compiler.models import decoder_parts, exchanges, packed
 from mlc_amd.compiler.models.config import AttentionConfig, Model, ModelConfig, attentions
 from mlc_amd.compiler.models.tensors import SCALE
 from mlc_amd.compiler.ops import shape_of, tensor_type
@@ -33,6 +33,7 @@ from mlc_amd.schedules.operators import (
     RmsNorm,
     RopeKvWrite,
     Sample,
+    SelectedAttention,
 )  # fmt: skip
 from mlc_amd.schedules.operators.attention import PAGE, SLOTS, Rope
 from mlc_amd.schedules.operators.layouts import output_rows, padded
@@ -78,6 +79,8 @@ class Graph:
     row_tables: dict[str, relax.Var] = field(default_factory=dict)  # of images.place
     hidden: relax.Var | None = None  # the rows before the last norm, once they are emitted
     drafted: relax.Var | None = None  # of transformer.predictor
+    input: relax.Var | None = None  # the rows before the first layer
+    chosen: relax.Var | None = None  # of indexers.selected, by the last layer that chose
 
     def __post_init__(self):
         self.config: ModelConfig = self.model.config
@@ -133,7 +136,8 @@ class Graph:
         eps: of an RMS norm, 0: the model's."""
         bias = name + ".bias" if self.has(name + ".bias") else ""
         if self.config.norm == "rms":
-            y = self.rms_norm(x, name + ".weight" if self.has(name + ".weight") else name, rows, eps)
+            weight = name + ".weight" if self.has(name + ".weight") else name
+            y = self.rms_norm(x, weight if self.config.norm_weights else "", rows, eps)
             return self.add(y, self.vector(bias, exact=True)) if bias else y
         m, k = shape_of(x)
         op = LayerNorm(k=k, m=m, eps=self.config.norm_eps, bias=bool(bias), rows=rows, layout="")
@@ -180,11 +184,12 @@ class Graph:
         return ids, probabilities
 
     def rms_norm(self, x, name: str, rows: str = "all", eps: float = 0.0) -> relax.Var:
+        """name: of the weight; "": there is none."""
         m, k = shape_of(x)
         if k % BLOCK and rows == "all":
             return self.grouped_rms_norm(x, name, 1, k)
         op = RmsNorm(k=k, m=m, eps=eps or self.config.norm_eps, rows=rows, layout="")
-        return self.emit(op, [x, self.vector(name)])
+        return self.emit(op, [x, self.vector(name) if name else self.ones(k)])
 
     def linear(self, x, name: str, exact: bool = False, scaled_bias: bool = False) -> relax.Var:
         """x W^T, times the scale and plus the bias that stand beside the weight in the file. exact: of a router, which
@@ -288,6 +293,7 @@ class Graph:
             return packed.attention(self, q, k, v, layer)
         a, block = self.config.layers[layer].attention, f"blk.{layer}."
         assert a, "a layer with attention"
+        q, k, v = decoder_parts.widened(self, q, k, v, layer)
         if a.temperature and self.ctx + a.temperature.offset > a.temperature.length:
             q = self.scaled_by_position(q, TEMPERATURES)
         rope = self.config.ropes.get(a.rope)
@@ -312,12 +318,12 @@ class Graph:
         else:
             q = rotated
         sinks = [self.vector(f"{block}attn_sinks.weight", exact=True)] if a.sinks else []
-        return self._attended(a, pages, q, cache, sinks)
+        return decoder_parts.narrowed(self, self._attended(a, pages, q, cache, sinks), a)
 
-    def latent_attention(self, latent, rotating, key, layer: int) -> relax.Var:
+    def latent_attention(self, latent, rotating, key, layer: int, ids=None) -> relax.Var:
         """Norm of the latent, RoPE, KV write and causal attention of a layer with a LatentConfig. latent: the queries'
         columns for the latent; rotating: those to rotate; key: the latent before its norm, and the columns to rotate.
-        These are taken as they are where the layer has no rotation."""
+        These are taken as they are where the layer has no rotation. ids: the keys that rows see, None: all."""
         a = self.config.layers[layer].attention
         assert a, "a layer with attention"
         rope, layer_of = self.config.ropes.get(a.rope), self.target.layer(a, self.ctx)
@@ -329,6 +335,9 @@ class Graph:
         op = LatentKvWrite(layer=layer_of, rope=rotation, m=self.m, query_dtype=self.target.query_dtype)
         written = self.emit(op, sources)
         q, *cache = (self.bb.emit(relax.TupleGetItem(written, i)) for i in range(1 + len(cache)))
+        if ids is not None:
+            op = SelectedAttention(layer=layer_of, used=shape_of(ids)[1], m=self.m)
+            return self.emit(op, [self.rows, pages, q, ids, *cache])
         return self._attended(a, pages, q, cache, [])
 
     def _attended(self, a: AttentionConfig, pages, q, cache, sinks) -> relax.Var:

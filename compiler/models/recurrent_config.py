@@ -6,6 +6,7 @@
 from dataclasses import dataclass
 
 Shape = tuple[int, ...]
+NORMS = {"weight": ".weight", "short": ""}  # of MambaConfig.norms
 
 
 @dataclass(frozen=True)
@@ -124,4 +125,55 @@ class Mamba2Config:
         return self.inner + 2 * self.channels  # of the projection, and of the convolution
 
 
-Recurrent = ShortConvConfig | DeltaNetConfig | ChannelDeltaConfig | Mamba2Config
+@dataclass(frozen=True)
+class MambaConfig:
+    """A selective state space whose steps, B and C are made of x (Mamba-1, PLaMo 2). [x, z] = ssm_in h, x = silu(conv
+    (x)), [t, B, C] = ssm_x x, each with a norm in some models; per row, with dt = softplus(ssm_dt t),
+
+        S *= exp(ssm_a * dt); S += dt * x B^T; y = S C + ssm_d * x
+
+    and ssm_out (y * silu(z)). Each column of x has its dt and ssm_d, and with each of B its ssm_a; with `heads`, those
+    of a head share theirs, ssm_in has for each head the rows of z, then those of x, and ssm_x those of B, C, then t.
+    """
+
+    inner: int  # columns of x
+    state: int  # columns of B and of C
+    rank: int  # columns of t
+    taps: int  # of the convolution
+    heads: int = 0  # 0: each column is alone
+    norms: str = ""  # of t, B and C: of NORMS how their weights' names end; "bare": there are no weights; "": no norms
+
+    def states(self, hidden: int) -> dict[str, Shape]:
+        of = self.heads or 1
+        return {"conv": (self.taps - 1, self.inner), "ssm": (of, self.inner // of * self.state)}
+
+    def width(self, hidden: int) -> int:
+        return 5 * self.inner + 2 * self.state
+
+
+@dataclass(frozen=True)
+class LinearAttentionConfig:
+    """Attention without softmax, whose states decay (MiniMax 01). attn_qkv has, for each head, the rows of q, k and v,
+    of all of which SiLU is taken. Each head has a matrix S; per row
+
+        S *= exp(-slope); S += v k^T; y = S q         slope = factor * start**(head + 1), start = 2**(-8 / heads)
+
+    and attn_output (norm(y) * sigmoid(attn_gate h)), attn_norm_2 of all columns.
+    """
+
+    heads: int
+    head_dim: int
+    factor: float  # of the layer
+
+    @property
+    def columns(self) -> int:
+        return self.heads * self.head_dim
+
+    def states(self, hidden: int) -> dict[str, Shape]:
+        return {"ssm": (self.heads, self.head_dim * self.head_dim)}
+
+    def width(self, hidden: int) -> int:
+        return 5 * self.columns
+
+
+Recurrent = ShortConvConfig | DeltaNetConfig | ChannelDeltaConfig | Mamba2Config | MambaConfig | LinearAttentionConfig

@@ -4,9 +4,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from mlc_amd.compiler.models.recurrent_config import (
+    NORMS,
     ChannelDeltaConfig,
     DeltaNetConfig,
+    LinearAttentionConfig,
     Mamba2Config,
+    MambaConfig,
     Shape,
     ShortConvConfig,
 )
@@ -78,11 +81,35 @@ def _channel_delta(hidden: int, d: ChannelDeltaConfig) -> Listed:
     yield True, "attn_output.weight", (hidden, d.columns)
 
 
+def _mamba(hidden: int, s: MambaConfig) -> Listed:
+    steps = s.heads or s.inner
+    yield True, "ssm_in.weight", (2 * s.inner, hidden)
+    yield True, "ssm_conv1d.weight", (s.inner, s.taps)
+    yield not s.heads, "ssm_conv1d.bias", (s.inner,)
+    yield True, "ssm_x.weight", (s.rank + 2 * s.state, s.inner)
+    yield True, "ssm_dt.weight", (steps, s.rank)
+    yield True, "ssm_dt.bias", (steps,)
+    for which, size in (("dt", s.rank), ("b", s.state), ("c", s.state)):
+        yield s.norms in NORMS, f"ssm_{which}_norm{NORMS.get(s.norms, '')}", (size,)
+    yield True, "ssm_a", (steps,) if s.heads else (steps, s.state)
+    yield True, "ssm_d", (steps,)
+    yield True, "ssm_out.weight", (hidden, s.inner)
+
+
+def _linear_attention(hidden: int, a: LinearAttentionConfig) -> Listed:
+    yield True, "attn_qkv.weight", (3 * a.columns, hidden)
+    yield True, "attn_gate.weight", (a.columns, hidden)
+    yield True, "attn_norm_2.weight", (a.columns,)
+    yield True, "attn_output.weight", (hidden, a.columns)
+
+
 TENSORS: dict[type, Callable[[int, Any], Listed]] = {
     ShortConvConfig: _short_conv,
     DeltaNetConfig: _delta_net,
     ChannelDeltaConfig: _channel_delta,
     Mamba2Config: _mamba2,
+    MambaConfig: _mamba,
+    LinearAttentionConfig: _linear_attention,
 }
 
 
@@ -115,8 +142,25 @@ def _mamba2_parts(hidden: int, s: Mamba2Config) -> Iterator[Part]:
         first += rows
 
 
+def _mamba_parts(hidden: int, s: MambaConfig) -> Iterator[Part]:
+    size = s.inner // s.heads if s.heads else s.inner
+    for i, which in enumerate("zx" if s.heads else "xz"):
+        pieces = ((i * size, size),)
+        yield Part(f"ssm_in_{which}.weight", "ssm_in.weight", 0, (s.inner, hidden), s.heads or 1, pieces)
+    if s.rank % BLOCK:
+        rows, filled = s.heads or s.inner, -(-s.rank // BLOCK) * BLOCK
+        yield Part("ssm_dt.weight", "ssm_dt.weight", 0, (rows, s.rank), filled=(rows, filled))
+
+
+def _linear_attention_parts(hidden: int, a: LinearAttentionConfig) -> Iterator[Part]:
+    pieces = tuple((i * a.head_dim, a.head_dim) for i in (2, 1, 0))  # in the order of SsmScan's x, B and C
+    yield Part("attn_qkv.weight", "attn_qkv.weight", 0, (3 * a.columns, hidden), a.heads, pieces)
+
+
 PARTS: dict[type, Callable[[int, Any], Iterator[Part]]] = {
     DeltaNetConfig: _delta_parts,
     ChannelDeltaConfig: _channel_delta_parts,
     Mamba2Config: _mamba2_parts,
+    MambaConfig: _mamba_parts,
+    LinearAttentionConfig: _linear_attention_parts,
 }

@@ -164,8 +164,7 @@ def _fits(cut: Cut, tensor: Tensor) -> bool:
 def _attention(a: AttentionConfig, own: Mapping[str, Tensor], gpus: int):
     if a.heads % gpus or a.row_norms or (a.kv_heads % gpus and gpus % a.kv_heads):
         return None
-    d = a.latent.value if a.latent else a.head_dim
-    output = _heads("columns", a.heads, d, gpus)
+    output = _heads("columns", a.heads, a.latent.value if a.latent else a.values, gpus)
     if not _fits(output, own["attn_output.weight"]):
         return None
     heads = a.heads // gpus
@@ -174,10 +173,10 @@ def _attention(a: AttentionConfig, own: Mapping[str, Tensor], gpus: int):
         stack = _heads("matrices", a.heads, 1, gpus)
         found |= {f"attn_{name}.weight": stack for name in ("q_nope", "q_rope", "k_b", "v_b")}
         return replace(a, heads=heads), found
-    q, kv = (_heads("rows", count, d, gpus) for count in (a.heads, a.kv_heads))
-    for which, cut in (("q", q), ("q_gate", q), ("k", kv), ("v", kv)):
+    q, k = (_heads("rows", count, a.head_dim, gpus) for count in (a.heads, a.kv_heads))
+    for which, cut in (("q", q), ("q_gate", q), ("k", k), ("v", _heads("rows", a.kv_heads, a.values, gpus))):
         found |= {f"attn_{which}.weight": cut, f"attn_{which}.bias": cut}
-    found["attn_sinks.weight"] = _heads("rows", a.heads, 1, gpus)
+    found |= dict.fromkeys(("attn_sinks.weight", "attn_slopes"), _heads("rows", a.heads, 1, gpus))
     return replace(a, heads=heads, kv_heads=max(a.kv_heads // gpus, 1)), found
 
 

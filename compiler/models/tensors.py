@@ -5,10 +5,12 @@ Shapes are (columns,), (rows, columns) or (experts, rows, columns), rows = outpu
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from mlc_amd.compiler.models import recurrent_tensors
 from mlc_amd.compiler.models.config import (
+    BARE,
     AttentionConfig,
     ExpertsConfig,
     FeedForwardConfig,
@@ -30,6 +32,8 @@ def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
         name: rope.dim for rope in c.ropes.values() for name in (rope.factors, rope.long_factors) if name
     }.items():
         yield name, (dim // 2,)
+    if c.embedding_norm not in ("", BARE):
+        yield from _norm(c, c.embedding_norm)
     if c.positions:
         yield "position_embd.weight", (c.positions, c.hidden)
     if c.encoder:
@@ -60,6 +64,8 @@ def layer_tensors(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str
     yield from _norms(config, layer.feed_forward_norms, "before")
     yield from _present(_experts(config.hidden, f) if isinstance(f, ExpertsConfig) else _feed_forward(config.hidden, f))
     yield from _norms(config, layer.feed_forward_norms, "after", "joined", "again")
+    if layer.skip:
+        yield "layer_output_scale.weight", (1,)
 
 
 def optional(name: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
@@ -122,10 +128,16 @@ def _latent(hidden: int, a: AttentionConfig, of: LatentConfig) -> Listed:
     yield not of.query_rank, "attn_q.weight", (queries, hidden)
     yield True, "attn_kv_a_mqa.weight", (of.rank + rotating, hidden)
     yield True, "attn_kv_a_norm.weight", (of.rank,)
-    yield not of.merged, "attn_k_b.weight", (a.heads, of.rank, of.nope)
+    yield not of.merged and of.nope > 0, "attn_k_b.weight", (a.heads, of.rank, of.nope)
     yield not of.merged, "attn_v_b.weight", (a.heads, of.value, of.rank)
     yield of.merged, "attn_kv_b.weight", (a.heads * (of.nope + of.value), of.rank)
     yield True, "attn_output.weight", (hidden, a.heads * of.value)
+    if (i := a.indexer) and i.own:
+        yield True, "indexer.k_norm.weight", (i.dim,)
+        yield True, "indexer.k_norm.bias", (i.dim,)
+        yield True, "indexer.proj.weight", (i.heads, hidden)
+        yield True, "indexer.attn_k.weight", (i.dim, hidden)
+        yield True, "indexer.attn_q_b.weight", (i.heads * i.dim, of.query_rank)
 
 
 def _attention(hidden: int, a: AttentionConfig) -> Listed:
@@ -133,11 +145,12 @@ def _attention(hidden: int, a: AttentionConfig) -> Listed:
         yield from _latent(hidden, a, a.latent)
         return
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    values = a.kv_heads * a.values
     if a.merged_qkv:
-        yield True, "attn_qkv.weight", (q + 2 * kv, hidden)
+        yield True, "attn_qkv.weight", (q + kv + values, hidden)
     else:
         own = a.kv_layer is None
-        for which, rows, present in (("q", q, True), ("k", kv, own), ("v", kv, own and not a.value_is_key)):
+        for which, rows, present in (("q", q, True), ("k", kv, own), ("v", values, own and not a.value_is_key)):
             both = which == "q" and a.output_gate
             yield present, f"attn_{which}.weight", (rows * (2 if both else 1), hidden)
     yield bool(a.own_gate), "attn_gate.weight", (a.heads if a.head_gate else q, hidden)
@@ -145,9 +158,10 @@ def _attention(hidden: int, a: AttentionConfig) -> Listed:
         norm = rows if a.row_norms else a.head_dim
         present = which == "q" or a.kv_layer is None
         yield present and (a.row_norms or (a.head_norms and a.norm_weights)), f"attn_{which}_norm.weight", (norm,)
-        yield a.each_norm, f"attn_{which}_norm.weight", (rows // a.head_dim, a.head_dim)
+        yield bool(a.each_norm), f"attn_{which}_norm.weight", (rows // a.head_dim, a.head_dim)
+    yield a.head_factors, "attn_q_norm.weight", (a.heads, 1)
     yield a.sinks, "attn_sinks.weight", (a.heads,)
-    yield True, "attn_output.weight", (hidden, q)
+    yield True, "attn_output.weight", (hidden, a.heads * a.values)
 
 
 _MIXERS: dict[type, Callable[[int, Any], Listed]] = {AttentionConfig: _attention, **recurrent_tensors.TENSORS}
@@ -157,6 +171,7 @@ def _feed_forward(hidden: int, f: FeedForwardConfig) -> Listed:
     yield f.gated and not f.merged, "ffn_gate.weight", (f.size, hidden)
     yield True, "ffn_up.weight", (f.size * (2 if f.merged else 1), hidden)
     yield True, "ffn_down.weight", (hidden, f.size)
+    yield f.divided, "ffn.act.scales", (f.size,)
 
 
 def _predictor(c: ModelConfig, p: PredictorConfig) -> Listed:
@@ -180,6 +195,10 @@ def _experts(hidden: int, e: ExpertsConfig) -> Listed:
         yield e.biases, f"ffn_{name}_exps.bias", (e.count, e.size)
     yield True, "ffn_down_exps.weight", (e.count, columns, e.size)
     yield e.biases, "ffn_down_exps.bias", (e.count, hidden)
+    if of := e.adjugate:
+        yield True, "ffn_gate_chexps.weight", (of.count, of.size, hidden)
+        yield True, "ffn_up_chexps.weight", (of.count, of.size, hidden)
+        yield True, "ffn_down_chexps.weight", (of.count, hidden, of.size)
     if s := e.shared:
         yield s.gated_output, "ffn_gate_inp_shexp.weight", (hidden,)
         yield s.gated and not s.merged, f"ffn_gate{s.suffix}.weight", (s.size, hidden)
@@ -217,10 +236,12 @@ def _attention_parts(hidden: int, a: AttentionConfig) -> Iterator[Part]:
     if of := a.latent:
         rotating = a.head_dim - of.rank
         source, columns = ("attn_q_b.weight", of.query_rank) if of.query_rank else ("attn_q.weight", hidden)
-        yield Part("attn_q_nope.weight", source, 0, (a.heads, of.nope, columns))
+        if of.nope:
+            yield Part("attn_q_nope.weight", source, 0, (a.heads, of.nope, columns))
         yield Part("attn_q_rope.weight", source, of.nope, (a.heads, rotating, columns))
         if of.merged:
-            yield Part("attn_k_b.weight", "attn_kv_b.weight", 0, (a.heads, of.rank, of.nope), transposed=True)
+            if of.nope:
+                yield Part("attn_k_b.weight", "attn_kv_b.weight", 0, (a.heads, of.rank, of.nope), transposed=True)
             yield Part("attn_v_b.weight", "attn_kv_b.weight", of.nope, (a.heads, of.value, of.rank))
     if a.output_gate:
         rows, source = a.heads * a.head_dim, "attn_q.weight"
@@ -228,7 +249,7 @@ def _attention_parts(hidden: int, a: AttentionConfig) -> Iterator[Part]:
             yield Part(name, source, 0, (rows, hidden), a.heads, ((first, a.head_dim),))
     if a.merged_qkv:
         q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-        for which, first, rows in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
+        for which, first, rows in (("q", 0, q), ("k", q, kv), ("v", q + kv, a.kv_heads * a.values)):
             yield Part(f"attn_{which}.weight", "attn_qkv.weight", first, (rows, hidden))
 
 
@@ -240,6 +261,10 @@ _MIXER_PARTS: dict[type, Callable[[int, Any], Iterator[Part]]] = {
 def _block_parts(hidden: int, f: FeedForwardConfig | ExpertsConfig | None) -> Iterator[Part]:
     if isinstance(f, ExpertsConfig):
         yield from _parts_of(f, (f.count,), f.latent or hidden, "ffn_{}_exps.weight", "ffn_gate_up_exps.weight")
+        if f.adjugate:
+            yield from _parts_of(
+                replace(f, size=f.adjugate.size, merged=False), (f.adjugate.count,), hidden, "ffn_{}_chexps.weight"
+            )
         if f.shared:
             name = f"ffn_{{}}{f.shared.suffix}.weight"
             yield from _parts_of(f.shared, (), hidden, name, name.format("up"))

@@ -16,8 +16,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tvm import relax
+
 from mlc_amd.compiler.functions import DRAFTED
-from mlc_amd.compiler.models import decoder_parts, exchanges, images, packed, recurrent
+from mlc_amd.compiler.models import decoder_parts, exchanges, images, indexers, packed, recurrent
 from mlc_amd.compiler.models import mixture as mixture_graph
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LatentConfig, LayerConfig, Norms
 from mlc_amd.schedules.operators.layouts import padded
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 
 def decoder(g: Graph):
     """The whole model: logits of the rows that the function answers."""
-    return logits(g, layers(g, decoder_parts.embedding(g, images.inputs(g))))
+    g.input = decoder_parts.embedding(g, images.inputs(g))
+    return logits(g, layers(g, g.input))
 
 
 def layers(g: Graph, x):
@@ -50,7 +53,11 @@ def decoder_layer(g: Graph, x, i: int, layer: LayerConfig):
         x = residual_block(g, x, i, layer.mixer_norms, mixer)
     if f:
         x = residual_block(g, x, i, layer.feed_forward_norms, partial(feed_forward, router=early))
-    return add_all(g, x, mixture(g, g.norm(given, f"blk.{i}.{layer.experts_norm}"), i, beside)) if beside else x
+    if beside:
+        x = add_all(g, x, mixture(g, g.norm(given, f"blk.{i}.{layer.experts_norm}"), i, beside))
+    if layer.skip:
+        x = g.add(x, g.multiply(g.input, g.number(f"blk.{i}.layer_output_scale.weight")))
+    return x
 
 
 def router_of(g: Graph, h, i: int):
@@ -61,7 +68,11 @@ def router_of(g: Graph, h, i: int):
 def residual_block(g: Graph, x, i: int, norms: Norms, block):
     """x + after(block(before(x))) of layer i, and norms of that sum; `norms` names the weights, "" stands for no norm.
     block: returns terms, whose sum is its result."""
-    terms = block(g, g.norm(x, f"blk.{i}.{norms.before}") if norms.before else x, i)
+    h = g.norm(x, f"blk.{i}.{norms.before}") if norms.before else x
+    terms = block(g, h, i)
+    if norms.factor != 1.0:
+        terms = [decoder_parts.scaled_term(g, term, norms.factor) for term in terms]
+    x = g.scaled(h, norms.residual) if norms.residual else x
     if norms.after:
         terms = [g.norm(add_all(g, terms[0], terms[1:]), f"blk.{i}.{norms.after}", eps=norms.after_eps)]
     y = add_all(g, x, terms)
@@ -101,6 +112,8 @@ def attention(g: Graph, h, i: int) -> list:
         q, k = (g.norm(x, f"{block}attn_{which}_norm") for x, which in ((q, "q"), (k, "k")))
     if a.each_norm:
         q, k = (decoder_parts.each_norm(g, x, f"{block}attn_{which}_norm", a) for x, which in ((q, "q"), (k, "k")))
+    if a.head_factors:
+        q, k = (decoder_parts.bare_norm(g, x, a, name) for x, name in ((q, f"{block}attn_q_norm.weight"), (k, "")))
     y = g.attention(q, k, v, i)
     if a.output_gate:
         y = g.gate(y, g.linear(h, block + "attn_q_gate.weight"), a.head_dim)
@@ -114,9 +127,12 @@ def latent_attention(g: Graph, h, i: int, latent: LatentConfig) -> list:
     block, x = f"blk.{i}.", h
     if latent.query_rank:
         x = g.rms_norm(g.linear(h, block + "attn_q_a.weight"), block + "attn_q_a_norm.weight")
-    q, rotating = (g.linear(x, f"{block}attn_q_{part}.weight") for part in ("nope", "rope"))
-    key = g.linear(h, block + "attn_kv_a_mqa.weight")
-    y = g.latent_attention(g.head_linear(q, block + "attn_k_b.weight"), rotating, key, i)
+    rotating, key = g.linear(x, f"{block}attn_q_rope.weight"), g.linear(h, block + "attn_kv_a_mqa.weight")
+    if latent.nope:
+        q = g.head_linear(g.linear(x, f"{block}attn_q_nope.weight"), block + "attn_k_b.weight")
+    else:
+        q = g.bb.emit(relax.op.zeros((g.m, latent.rank * g.config.layers[i].attention.heads), "float32"))
+    y = g.latent_attention(q, rotating, key, i, indexers.selected(g, h, x, i))
     return [g.linear(g.head_linear(y, block + "attn_v_b.weight"), block + "attn_output.weight")]
 
 
@@ -129,17 +145,20 @@ def feed_forward(g: Graph, h, i: int, router=None) -> list:
     return (
         mixture(g, h, i, f, router)
         if isinstance(f, ExpertsConfig)
-        else [dense(g, h, f"blk.{i}.ffn_{{}}", f.act, f.gated)]
+        else [dense(g, h, f"blk.{i}.ffn_{{}}", f.act, f.gated, f"blk.{i}.ffn.act.scales" if f.divided else "")]
     )
 
 
-def dense(g: Graph, h, name: str, act: str, gated: bool = True):
-    """A dense feed-forward block. name: of its matrices, with {} for gate, up and down."""
+def dense(g: Graph, h, name: str, act: str, gated: bool = True, divisor: str = ""):
+    """A dense feed-forward block. name: of its matrices, with {} for gate, up and down. divisor: of the columns before
+    down."""
     up = g.linear(h, name.format("up") + ".weight", scaled_bias=True)
     if gated:
         y = g.multiply(g.activation(g.linear(h, name.format("gate") + ".weight", scaled_bias=True), act), up)
     else:
         y = packed.activate(g, up, act) if g.config.encoder else g.activation(up, act)
+    if divisor:
+        y = g.bb.emit(relax.op.divide(y, g.vector(divisor, exact=True)))
     return g.linear(y, name.format("down") + ".weight", scaled_bias=True)
 
 
@@ -157,6 +176,9 @@ def mixture(g: Graph, h, i: int, e: ExpertsConfig, router=None) -> list:
     if router is None:
         router = router_of(g, h, i)
     ids, weights = mixture_graph.route(g, router, e, block)
+    if e.adjugate:
+        y = exchanges.whole(g, mixture_graph.mixed(g, h, ids, weights, e, block))
+        return [*terms, y, *mixture_graph.adjugate(g, y, router, ids, e, block)]
     if e.latent:
         y = mixture_graph.mixed(g, g.linear(h, block + "ffn_latent_down.weight"), ids, weights, e, block)
         return [*terms, g.linear(y, block + "ffn_latent_up.weight")]

@@ -29,6 +29,7 @@ GATINGS = (
     "sigmoid",  # of each logit
     "softmax_used",  # the logits choose, softmax over the chosen ones
 )
+LIMITED = "silu_max_"  # in front of a limit: SiLU of min(gate, limit), times up between -limit and limit
 _CHOICE = Slot("output", ("Ids", "Weights"))
 _GROUPS = Slot("input", ("Groups",), slots=True)
 MIN_SUM = 6.103515625e-5  # lower bound of the sum that weights are divided by: llama.cpp (float16's smallest normal)
@@ -53,6 +54,11 @@ class Experts:
     def groups(self, m: int) -> int:
         """Entries of `Groups`."""
         return self.tiles(m) + 2 * self.count + 1
+
+
+def limit_of(act: str) -> float:
+    """Of an activation that is LIMITED; else 0."""
+    return float(act.removeprefix(LIMITED)) if act.startswith(LIMITED) else 0.0
 
 
 # ---- the operators

@@ -138,7 +138,7 @@ def _head_linear(c: Case) -> dict[str, Result]:
 def _gate_up(c: Case) -> dict[str, Result]:
     x, (factors, found), columns = _activations(c), _completed(c), c.pick(c.op.n)
     gate, up = (x @ c.matrix(prefix, fmt, columns).T * factors for prefix, fmt in (("G_", c.op.gate), ("U_", c.op.up)))
-    return found | {"": Result(experts.ACTIVATIONS[c.op.act](gate, up), c.rows, columns)}
+    return found | {"": Result(experts.activate(c.op.act, gate, up), c.rows, columns)}
 
 
 # ---- attention
@@ -351,7 +351,7 @@ def _expert_gate_up(c: Case) -> dict[str, Result]:
     x, chosen = c.read(c.rows // a.used if a.shared else c.rows), _of_slots(c)
     both = (("G_", a.gate, "GB"), ("U_", a.up, "UB"))
     gate, up = (_products(c, x, chosen, p, fmt, b if a.biases else "", columns) for p, fmt, b in both)
-    return {"": Result(experts.ACTIVATIONS[a.act](gate, up), c.rows, columns)}
+    return {"": Result(experts.activate(a.act, gate, up), c.rows, columns)}
 
 
 def _expert_linear(c: Case) -> dict[str, Result]:

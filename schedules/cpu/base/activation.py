@@ -10,6 +10,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu.base.vector import LANES, f32
 from mlc_amd.schedules.operators.attention import LOG2E
+from mlc_amd.schedules.operators.experts import limit_of
 
 OAI_LIMIT, OAI_SLOPE = 7.0, 1.702  # of gpt-oss
 
@@ -48,6 +49,21 @@ def swiglu_oai(gate, up, isa, n=LANES):
     g = T.Bind(T.min(gate, f32(OAI_LIMIT, n)))
     u = T.Bind(T.max(T.min(up, f32(OAI_LIMIT, n)), f32(-OAI_LIMIT, n)))
     return times_sigmoid(g, f32(OAI_SLOPE, n) * g, isa, n) * (u + f32(1.0, n))
+
+
+def silu_max(limit):
+    """silu(min(gate, limit)) * up, up between -limit and limit."""
+
+    def activate(gate, up, isa, n=LANES):
+        u = T.Bind(T.max(T.min(up, f32(limit, n)), f32(-limit, n)))
+        return silu(T.Bind(T.min(gate, f32(limit, n))), u, isa, n)
+
+    return activate
+
+
+def activation(act):
+    """The one of that name, or one with a limit."""
+    return silu_max(limit) if (limit := limit_of(act)) else ACTIVATIONS[act]
 
 
 def gelu_alone(gate, up, isa, n=LANES):
