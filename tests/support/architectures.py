@@ -192,7 +192,7 @@ _QKV = ("blk.*.attn_qkv.weight",)
 _INDEXED = _SHARED | {
     "attention.head_count_kv": 1, "attention.q_lora_rank": 96, "attention.kv_lora_rank": 64, "rope.dimension_count": 32,
     "attention.key_length": 96, "attention.value_length": 64, "attention.key_length_mla": 80,
-    "attention.value_length_mla": 48, "attention.indexer.head_count": 4, "attention.indexer.key_length": 64,
+    "attention.value_length_mla": 48, "attention.indexer.head_count": 16, "attention.indexer.key_length": 64,
     "attention.indexer.top_k": 16, "expert_weights_norm": True,
 }  # fmt: skip
 _MAMBA = {
@@ -240,7 +240,7 @@ LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         ("output.weight", *_QKV, "blk.*.attn_qkv.bias", *_LAYER_NORM_BIAS, *_UNGATED_BIAS),
     ),
     "glm-dsa": (
-        _INDEXED | {"block_count": 3, "attention.indexer.types": [1, 0, 1], "attention.indexer.head_count": 3},
+        _INDEXED | {"block_count": 3, "attention.indexer.types": [1, 0, 1], "attention.indexer.head_count": 12},
         ("output.weight", *_SELECTION),
     ),
     "granite_swa": (
