@@ -177,7 +177,7 @@ def test_vulkan(kernel, profile):
 
 @pytest.mark.full
 @pytest.mark.emulator
-@pytest.mark.parametrize("kernel", ["delta net", "scan"])
+@pytest.mark.parametrize("kernel", ["delta net", "scan", "scan of columns", "scan without gates"])
 @pytest.mark.parametrize("name", ["gfx1100", "gfx1201", "gfx942"])
 def test_in_the_emulator(name, kernel):
     op, args = KERNELS[kernel]
