@@ -70,13 +70,15 @@ class LatentConfig:
     value: int  # columns of a head's output
     query_rank: int = 0  # columns between attn_q_a and attn_q_b; 0: there is attn_q instead
     merged: bool = False  # attn_kv_b holds, for each head, the rows of attn_k_b transposed and those of attn_v_b
+    key_norm: bool = False  # attn_k_norm: RMS norm of the rotating columns of the key before RoPE
 
 
 @dataclass(frozen=True)
 class IndexerConfig:
-    """What chooses the keys that a row of latent attention sees, where there are more than `used`
+    """What chooses the keys that a row sees, where there are more than `used`; of latent attention
     (`schedules.operators.indexer.SelectKeys`): indexer.attn_q_b makes its queries of what attn_q_a_norm returns,
     indexer.attn_k and a layer norm, indexer.k_norm, the keys, which all heads share, indexer.proj the heads' weights.
+    Of other attention (MiniMax M3: blocks of keys) the choice is not known: contexts are limited to `used` tokens.
     """
 
     heads: int

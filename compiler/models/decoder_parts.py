@@ -11,14 +11,17 @@ from tvm import relax, te
 from mlc_amd.compiler.models import exchanges
 from mlc_amd.compiler.models.config import BARE, AttentionConfig
 from mlc_amd.compiler.ops import shape_of
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.operators import Embed
 from mlc_amd.schedules.operators.attention import PAGE
+from mlc_amd.schedules.operators.experts import limit_of
 from mlc_amd.schedules.operators.layouts import padded
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.models.graph import Graph
 
 OPS: Any = relax.op
+OAI_LIMIT, OAI_SLOPE = 7.0, 1.702  # of "swiglu_oai"
 GATES = {"sigmoid": OPS.sigmoid, "softplus": OPS.nn.softplus}  # of AttentionConfig.own_gate
 
 
@@ -113,6 +116,39 @@ def narrowed(g: Graph, y, a: AttentionConfig) -> relax.Var:
     parts = g.bb.emit(OPS.reshape(y, (g.m, a.heads, a.columns)))
     own = g.bb.emit(OPS.strided_slice(parts, [2], [0], [a.values]))
     return g.bb.emit(OPS.reshape(own, (g.m, a.heads * a.values)))
+
+
+def check_length(g: Graph, a: AttentionConfig) -> None:
+    """UserError for a context in which rows would not see all keys of a layer whose choice of them is not known."""
+    if a.indexer and g.ctx > a.indexer.used:
+        raise UserError(
+            f"beyond {a.indexer.used} tokens {g.config.architecture} models choose blocks of keys, which is not "
+            f"supported; use --ctx {a.indexer.used}"
+        )
+
+
+def activated(g: Graph, gate, up, act: str) -> tuple:
+    """The two factors before a block's last matrix."""
+    limit, cut = limit_of(act)
+    if act == "swiglu_oai":  # gpt-oss
+        gate = g.bb.emit(OPS.minimum(gate, relax.const(OAI_LIMIT, "float32")))
+        up = g.bb.emit(OPS.add(clamped(g, up, OAI_LIMIT), relax.const(1.0, "float32")))
+        return g.multiply(gate, g.bb.emit(OPS.sigmoid(g.scaled(gate, OAI_SLOPE)))), up
+    if not limit:
+        return g.activation(gate, act), up
+    most = relax.const(limit, "float32")
+    gate = gate if cut else g.bb.emit(OPS.minimum(gate, most))
+    y = g.activation(gate, "silu")
+    return g.bb.emit(OPS.minimum(y, most)) if cut else y, clamped(g, up, limit)
+
+
+def normed_end(g: Graph, x, first: int, name: str) -> relax.Var:
+    """x with an RMS norm of the columns from `first` on, which has that weight."""
+    count = g.model.tensors[name].shape[0]
+    end = g.bb.emit(OPS.nn.rms_norm(g.columns(x, first, count), g.vector(name, exact=True), -1, g.config.norm_eps))
+    y = g.joined(g.columns(x, 0, first), end)
+    rest = shape_of(x)[1] - first - count
+    return g.joined(y, g.columns(x, first + count, rest)) if rest else y
 
 
 def gated(g: Graph, y, gate, a: AttentionConfig) -> relax.Var:

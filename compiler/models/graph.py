@@ -293,6 +293,7 @@ class Graph:
             return packed.attention(self, q, k, v, layer)
         a, block = self.config.layers[layer].attention, f"blk.{layer}."
         assert a, "a layer with attention"
+        decoder_parts.check_length(self, a)
         q, k, v = decoder_parts.widened(self, q, k, v, layer)
         if a.temperature and self.ctx + a.temperature.offset > a.temperature.length:
             q = self.scaled_by_position(q, TEMPERATURES)

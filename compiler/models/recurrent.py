@@ -77,9 +77,12 @@ def channel_delta(g: Graph, h, i: int) -> list:
     names = [f"attn_{which}" for which in "qkv"] + ["ssm_beta", "ssm_f_a", "ssm_g_a"]
     *qkv, beta, decay, gate = (g.linear(h, f"{block}{name}.weight") for name in names)
     x = causal_conv(g, qkv, [f"{block}ssm_conv1d_{which}" for which in "qkv"], i, act="silu")
-    decay, gate = (g.linear(y, f"{block}ssm_{which}_b.weight") for y, which in ((decay, "f"), (gate, "g")))
-    factors = [g.vector(block + name) for name in ("ssm_a", "ssm_dt.bias")]
-    decay = g.emit(ChannelDecay(heads=d.heads, d=d.head_dim, m=g.m), [decay, *factors])
+    if d.bound:
+        decay = bounded_decay(g, decay, d, block)
+    else:
+        decay, gate = (g.linear(y, f"{block}ssm_{which}_b.weight") for y, which in ((decay, "f"), (gate, "g")))
+        factors = [g.vector(block + name) for name in ("ssm_a", "ssm_dt.bias")]
+        decay = g.emit(ChannelDecay(heads=d.heads, d=d.head_dim, m=g.m), [decay, *factors])
     op = DeltaNet(
         key_heads=d.heads, value_heads=d.heads, d=d.head_dim, single=g.spec.single, m=g.m, grouped=False,
         eps=g.config.norm_eps, by_channel=True,
@@ -87,6 +90,15 @@ def channel_delta(g: Graph, h, i: int) -> list:
     y = g.run(op, [x, beta, decay], i, "delta")
     y = g.gate(y, gate, d.head_dim, norm=block + "ssm_norm.weight")
     return [g.linear(y, block + "attn_output.weight")]
+
+
+def bounded_decay(g: Graph, x, d: ChannelDeltaConfig, block: str):
+    """exp(bound * sigmoid(ssm_a * (x + ssm_dt))), of each column."""
+    x = g.bb.emit(OPS.add(g.columns(x, 0, d.columns), g.vector(block + "ssm_dt.bias", exact=True)))
+    factors = g.bb.emit(OPS.reshape(g.vector(block + "ssm_a", exact=True), (d.heads, 1)))
+    y = g.multiply(g.bb.emit(OPS.reshape(x, (g.m, d.heads, d.head_dim))), factors)
+    y = g.bb.emit(OPS.exp(g.scaled(g.bb.emit(OPS.sigmoid(y)), d.bound)))
+    return g.bb.emit(OPS.reshape(y, (g.m, d.columns)))
 
 
 def mamba2(g: Graph, h, i: int) -> list:

@@ -72,12 +72,14 @@ class ChannelDeltaConfig:
         M *= exp(ssm_a * softplus(ssm_f_b ssm_f_a h + ssm_dt)), a number of each row of M
         M += k d^T, d = sigmoid(ssm_beta h) * (v - M^T k); y = M^T q
 
-    with q divided by sqrt(head_dim), and attn_output (norm(y) * sigmoid(ssm_g_b ssm_g_a h)), a norm of each head.
+    with q divided by sqrt(head_dim), and attn_output (norm(y) * sigmoid(ssm_g_b ssm_g_a h)), a norm of each head. With
+    a bound there are neither ssm_f_b nor ssm_g_b, and M *= exp(bound * sigmoid(ssm_a * (ssm_f_a h + ssm_dt))).
     """
 
     heads: int
     head_dim: int  # columns of a head of q, k and v, and between ssm_f_a and ssm_f_b, ssm_g_a and ssm_g_b
     taps: int  # of the convolutions
+    bound: float = 0.0  # of the exponent of decays, negative; 0: there is none
 
     @property
     def columns(self) -> int:

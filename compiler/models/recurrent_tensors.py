@@ -72,8 +72,8 @@ def _channel_delta(hidden: int, d: ChannelDeltaConfig) -> Listed:
         yield True, f"attn_{which}.weight", (d.columns, hidden)
         yield True, f"ssm_conv1d_{which}.weight", (d.columns, d.taps)
     for which in "fg":
-        yield True, f"ssm_{which}_a.weight", (d.head_dim, hidden)
-        yield True, f"ssm_{which}_b.weight", (d.columns, d.head_dim)
+        yield True, f"ssm_{which}_a.weight", (d.columns if d.bound else d.head_dim, hidden)
+        yield not d.bound, f"ssm_{which}_b.weight", (d.columns, d.head_dim)
     yield True, "ssm_beta.weight", (d.heads, hidden)
     yield True, "ssm_dt.bias", (d.columns,)
     yield True, "ssm_a", (d.heads, 1)
@@ -127,7 +127,7 @@ def _delta_parts(hidden: int, d: DeltaNetConfig) -> Iterator[Part]:
 def _channel_delta_parts(hidden: int, d: ChannelDeltaConfig) -> Iterator[Part]:
     """With zeros where what is between two matrices is no whole number of blocks."""
     filled = -(-d.head_dim // BLOCK) * BLOCK
-    if filled == d.head_dim:
+    if filled == d.head_dim or d.bound:
         return
     for name in ("ssm_f_a.weight", "ssm_g_a.weight"):
         yield Part(name, name, 0, (d.head_dim, hidden), filled=(filled, hidden))

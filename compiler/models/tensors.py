@@ -128,6 +128,8 @@ def _latent(hidden: int, a: AttentionConfig, of: LatentConfig) -> Listed:
     yield not of.query_rank, "attn_q.weight", (queries, hidden)
     yield True, "attn_kv_a_mqa.weight", (of.rank + rotating, hidden)
     yield True, "attn_kv_a_norm.weight", (of.rank,)
+    yield of.key_norm, "attn_k_norm.weight", (rotating,)
+    yield bool(a.own_gate), "attn_gate.weight", (a.heads if a.head_gate else a.heads * of.value, hidden)
     yield not of.merged and of.nope > 0, "attn_k_b.weight", (a.heads, of.rank, of.nope)
     yield not of.merged, "attn_v_b.weight", (a.heads, of.value, of.rank)
     yield of.merged, "attn_kv_b.weight", (a.heads * (of.nope + of.value), of.rank)
@@ -160,6 +162,11 @@ def _attention(hidden: int, a: AttentionConfig) -> Listed:
         yield present and (a.row_norms or (a.head_norms and a.norm_weights)), f"attn_{which}_norm.weight", (norm,)
         yield bool(a.each_norm), f"attn_{which}_norm.weight", (rows // a.head_dim, a.head_dim)
     yield a.head_factors, "attn_q_norm.weight", (a.heads, 1)
+    if i := a.indexer:
+        yield True, "indexer.q_proj.weight", (i.heads * i.dim, hidden)
+        yield True, "indexer.k_proj.weight", (i.dim, hidden)
+        yield True, "indexer.q_norm.weight", (i.dim,)
+        yield True, "indexer.k_norm.weight", (i.dim,)
     yield a.sinks, "attn_sinks.weight", (a.heads,)
     yield True, "attn_output.weight", (hidden, a.heads * a.values)
 

@@ -124,16 +124,22 @@ def attention(g: Graph, h, i: int) -> list:
 
 def latent_attention(g: Graph, h, i: int, latent: LatentConfig) -> list:
     """Attention of keys and values that are one compressed vector a token: `LatentConfig` has the formula."""
-    block, x = f"blk.{i}.", h
+    block, x, a = f"blk.{i}.", h, g.config.layers[i].attention
+    assert a, "a layer with attention"
     if latent.query_rank:
         x = g.rms_norm(g.linear(h, block + "attn_q_a.weight"), block + "attn_q_a_norm.weight")
     rotating, key = g.linear(x, f"{block}attn_q_rope.weight"), g.linear(h, block + "attn_kv_a_mqa.weight")
     if latent.nope:
         q = g.head_linear(g.linear(x, f"{block}attn_q_nope.weight"), block + "attn_k_b.weight")
     else:
-        q = g.bb.emit(relax.op.zeros((g.m, latent.rank * g.config.layers[i].attention.heads), "float32"))
+        q = g.bb.emit(relax.op.zeros((g.m, latent.rank * a.heads), "float32"))
+    if latent.key_norm:
+        key = decoder_parts.normed_end(g, key, latent.rank, block + "attn_k_norm.weight")
     y = g.latent_attention(q, rotating, key, i, indexers.selected(g, h, x, i))
-    return [g.linear(g.head_linear(y, block + "attn_v_b.weight"), block + "attn_output.weight")]
+    y = g.head_linear(y, block + "attn_v_b.weight")
+    if a.own_gate:
+        y = decoder_parts.gated(g, y, g.linear(h, block + "attn_gate.weight"), a)
+    return [g.linear(y, block + "attn_output.weight")]
 
 
 MIXERS = {AttentionConfig: attention, **recurrent.MIXERS}
@@ -154,7 +160,8 @@ def dense(g: Graph, h, name: str, act: str, gated: bool = True, divisor: str = "
     down."""
     up = g.linear(h, name.format("up") + ".weight", scaled_bias=True)
     if gated:
-        y = g.multiply(g.activation(g.linear(h, name.format("gate") + ".weight", scaled_bias=True), act), up)
+        gate = g.linear(h, name.format("gate") + ".weight", scaled_bias=True)
+        y = g.multiply(*decoder_parts.activated(g, gate, up, act))
     else:
         y = packed.activate(g, up, act) if g.config.encoder else g.activation(up, act)
     if divisor:

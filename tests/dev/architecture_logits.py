@@ -22,13 +22,16 @@ FIXTURE = Path(__file__).parents[1] / "fixtures" / "architectures_llamacpp.npz"
 
 
 def float32(tensor: Tensor) -> Tensor:
-    """The same numbers, one by one."""
+    """The same numbers, one by one; weights of convolutions as Kimi's and Ling's files have them."""
+    shape = tensor.shape
+    if ".ssm_conv1d_" in tensor.name:
+        shape = shape[0], 1, shape[1]
 
     def fetch(start: int, stop: int) -> np.ndarray:
         kind = getattr(gguf.GGMLQuantizationType, tensor.format.upper())
         return gguf.quants.dequantize(tensor.blocks(start, stop), kind).astype(np.float32).view(np.uint8)
 
-    return Tensor(tensor.name, "f32", tensor.shape, fetch)
+    return Tensor(tensor.name, "f32", shape, fetch)
 
 
 def logits(model: GGUFModel, program: str) -> np.ndarray:

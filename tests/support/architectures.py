@@ -62,7 +62,8 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "gemma": ({}, ()),
     "gemma2": ({"attention.sliding_window": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}, ()),
     "gemma3": (
-        {"attention.sliding_window": 24, "attention.sliding_window_pattern": 2, "rope.freq_base_swa": 1000.0}
+        {"attention.sliding_window": 24, "attention.sliding_window_pattern": 2, "rope.freq_base_swa": 1000.0, "attention.key_length_swa": 64}
+        | {"attention.value_length_swa": 32}
         | {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "attention.key_length": 48}
         | {"attention.value_length": 48, "rope.dimension_count": 48},
         (),
@@ -206,6 +207,14 @@ LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "baichuan": ({}, ("output.weight",)),
     "bailingmoe": (_SHARED | {"expert_used_count": 3}, ("output.weight",)),
     "bailingmoe2": (_SHARED | {"expert_weights_norm": True}, ("output.weight", "blk.*.attn_qkv.weight", *_SELECTION)),
+    "bailingmoe3": (
+        _SHARED | {"block_count": 3, "attention.head_count_kv": [0, 1, 0], "kda.head_dim": 32, "ssm.conv_kernel": 4}
+        | {"kda.gate_lower_bound": -5.0, "rope.dimension_count": 32, "attention.kv_lora_rank": 64}
+        | {"attention.q_lora_rank": 96, "attention.key_length": 96, "attention.value_length": 64}
+        | {"attention.key_length_mla": 64, "attention.value_length_mla": 32, "expert_weights_norm": True}
+        | {"swiglu_clamp_exp": [0.0, 0.5, 0.25], "swiglu_clamp_shexp": [0.5, 0.25, 0.0]},
+        ("output.weight", *_SELECTION),
+    ),
     "bloom": (
         {"attention.head_count": 6, "attention.head_count_kv": 6, "embedding_length": 384, "attention.key_length": 64},
         (*_QKV, "blk.*.attn_qkv.bias", "token_embd_norm.bias", *_LAYER_NORM_BIAS, *_UNGATED_BIAS),
@@ -226,6 +235,12 @@ LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         (),
     ),
     "deepseek": (_SHARED | {"expert_weights_scale": 1.5}, ()),
+    "dots3note": (
+        _INDEXED | _WINDOWS | _ALTERNATING | {"attention.kv_lora_rank_swa": 32, "attention.key_length_mla_swa": 64}
+        | {"attention.value_length_mla_swa": 32, "attention.indexer.types": [0, 1, 0, 1], "rope.freq_base_swa": 1000.0}
+        | {"attention.key_length_swa": 64, "attention.value_length_swa": 32},
+        ("output.weight", *_SELECTION, "blk.*.attn_k_norm.weight"),
+    ),
     "dots1": (_SHARED | {"expert_weights_norm": True, "attention.head_count_kv": 4}, ("output.weight", *_SELECTION)),
     "exaone": ({}, ("rope_freqs.weight",)),
     "exaone-moe": (
@@ -279,6 +294,12 @@ LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         | {"attention.head_count_kv": [1, 2, 1, 2]},
         ("output.weight", "blk.1.ffn_gate_inp.weight", "blk.2.ffn_gate_inp.weight", "blk.2.exp_probs_b.bias",
          "blk.0.attn_sinks.weight"),
+    ),
+    "minimax-m3": (
+        _SHARED | _PARTIAL | {"expert_weights_norm": True, "expert_weights_scale": 1.5, "attention.indexer.top_k": 16}
+        | {"attention.indexer.block_size": 16, "attention.indexer.head_count": 2, "attention.indexer.key_length": 32}
+        | {"attention.indexer.local_blocks": 1},
+        ("output.weight", *_SELECTION),
     ),
     "minicpm3": (
         {"attention.q_lora_rank": 96, "attention.kv_lora_rank": 64, "attention.key_length": 96}

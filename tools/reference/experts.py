@@ -78,8 +78,10 @@ ACTIVATIONS = {
 
 
 def activate(act, gate, up):
-    if limit := limit_of(act):
-        return ACTIVATIONS["silu"](np.minimum(gate, limit), np.clip(up, -limit, limit))
+    limit, cut = limit_of(act)
+    if limit:
+        up = np.clip(up, -limit, limit)
+        return np.minimum(gate * sigmoid(gate), limit) * up if cut else ACTIVATIONS["silu"](np.minimum(gate, limit), up)
     return ACTIVATIONS[act](gate, up)
 
 

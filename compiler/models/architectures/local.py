@@ -6,6 +6,12 @@ from functools import partial
 from typing import Any
 
 from mlc_amd.compiler.models.architectures.mixtures import HEAD_NORMS, beside_shared, idle_blocks
+from mlc_amd.compiler.models.architectures.uniform import (
+    deepseek_experts,
+    indexed_rotations,
+    latent_attention,
+    read_indexer,
+)
 from mlc_amd.compiler.models.config import BARE, AttentionConfig, Block, LayerConfig, ModelConfig, Norms
 from mlc_amd.compiler.models.metadata import (
     LOCAL_ROPE,
@@ -250,3 +256,21 @@ def mimo2(keys: Keys) -> ModelConfig:
     local = {"scaled": False, "base": keys.number("rope.freq_base_swa", 10000.0)}
     ropes = rotations(keys, layers, True) | rotations(keys, layers, True, LOCAL_ROPE, **local)
     return read_model(keys, layers, ropes, unused=(*predicting.unused, *idle_blocks(keys)))
+
+
+@architecture("dots3note", "dense", "experts", "shared")
+def dots3note(keys: Keys) -> ModelConfig:
+    """dots 3. Latent attention with a norm of the key's rotating columns and gates on the output of heads; some layers
+    see a window, with sizes and a RoPE of their own, the others the keys that an indexer chooses."""
+    predicting, block = predicting_layers(keys, known=False), dense_then(keys, deepseek_experts)
+    windows = _windows(keys, 4)[: predicting.count]
+    gate: dict[str, Any] = {"own_gate": "sigmoid", "head_gate": True}
+
+    def mixer(own: Keys, window: int) -> AttentionConfig:
+        if window:
+            return latent_attention(own, LOCAL_ROPE, local="_swa", window=window, **gate)
+        return latent_attention(own, ROPE, indexer=read_indexer(own, True), **gate)
+
+    layers, ropes = _layers(keys, windows, mixer, block), indexed_rotations(keys, neox=True)
+    local = {LOCAL_ROPE: replace(ropes[ROPE], base=keys.number("rope.freq_base_swa", 10000.0))}
+    return read_model(keys, layers, ropes | local, unused=predicting.unused)

@@ -5,8 +5,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mlc_amd.compiler.models.config import AdjugateConfig, Block, ExpertsConfig, LayerConfig, ModelConfig, Norms
+from mlc_amd.compiler.models.config import (
+    AdjugateConfig,
+    AttentionConfig,
+    Block,
+    ExpertsConfig,
+    IndexerConfig,
+    LayerConfig,
+    ModelConfig,
+    Norms,
+)
 from mlc_amd.compiler.models.metadata import (
+    ROPE,
     Keys,
     dense,
     dense_then,
@@ -180,3 +190,25 @@ def grovemoe(keys: Keys) -> ModelConfig:
         return replace(found, scale=scale, adjugate=AdjugateConfig(count, used, size, group, factor * scale))
 
     return read_uniform(keys, True, HEAD_NORMS, experts)
+
+
+@architecture("minimax-m3")
+def minimax_m3(keys: Keys) -> ModelConfig:
+    """MiniMax M3. Norms over the heads of q and k, partial RoPE, a clamped SwiGLU; after a few dense layers experts
+    beside shared ones, and attention to the best blocks of keys, which are all of them in short texts."""
+    leading = keys.integer("leading_dense_block_count", 0, minimum=0)
+    names = "head_count", "key_length", "top_k", "block_size"
+    heads, dim, blocks, size = (keys.integer(f"attention.indexer.{name}") for name in names)
+    indexer = IndexerConfig(heads, dim, blocks * size, ROPE)
+
+    def mixer(own: Keys) -> AttentionConfig:
+        return HEAD_NORMS(own, indexer=indexer if (own.layer or 0) >= leading else None)
+
+    def experts(own: Keys) -> ExpertsConfig:
+        count = own.integer("expert_shared_count") * own.integer("expert_feed_forward_length")
+        return beside_shared(own, act="swiglu_oai", shared=shared_expert(count, act="swiglu_oai"))
+
+    def block(own: Keys) -> Block:
+        return dense(own, "swiglu_oai") if (own.layer or 0) < leading else experts(own)
+
+    return read_uniform(keys, True, mixer, block)

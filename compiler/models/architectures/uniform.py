@@ -13,6 +13,7 @@ from mlc_amd.compiler.models.config import (
     LayerConfig,
     ModelConfig,
     Norms,
+    RopeConfig,
     SharedExpertConfig,
     TemperatureConfig,
 )
@@ -191,11 +192,12 @@ def deepseek2(keys: Keys) -> ModelConfig:
     return read_model(keys, layers, {ROPE: rope}, unused=predicting.unused)
 
 
-def latent_attention(keys: Keys, rope: str, merged: bool = False) -> AttentionConfig:
-    """Of a layer. rope: as AttentionConfig has it. merged: in all files, not only in those that have such a tensor."""
+def latent_attention(keys: Keys, rope: str, merged: bool = False, local: str = "", **variant) -> AttentionConfig:
+    """Of a layer. rope: as AttentionConfig has it. merged: in all files, not only in those that have such a tensor.
+    local: what the names of keys end with. `variant`: further fields of AttentionConfig."""
     merged = merged or keys.owns("attn_kv_b.weight")
-    suffix = "" if merged else "_mla"
-    heads, rank = keys.integer("attention.head_count"), keys.integer("attention.kv_lora_rank")
+    suffix = "" if merged else "_mla" + local
+    heads, rank = keys.integer("attention.head_count"), keys.integer(f"attention.kv_lora_rank{local}")
     rotating, value = keys.integer("rope.dimension_count"), keys.integer(f"attention.value_length{suffix}")
     columns = keys.integer(f"attention.key_length{suffix}")
     if rotating > columns:
@@ -206,10 +208,12 @@ def latent_attention(keys: Keys, rope: str, merged: bool = False) -> AttentionCo
     check_multiple(keys, "rank of the latent", rank)
     for what, size in (("rotating columns", rotating), ("columns of a value", value)):
         check_multiple(keys, what, size, 16)
-    latent = LatentConfig(rank, columns - rotating, value, keys.integer("attention.q_lora_rank", 0, minimum=0), merged)
+    query_rank, key_norm = keys.integer("attention.q_lora_rank", 0, minimum=0), keys.owns("attn_k_norm.weight")
+    latent = LatentConfig(rank, columns - rotating, value, query_rank, merged, key_norm)
     factor = keys.number("rope.scaling.factor", 1.0, minimum=0.0) or 1.0
     magnitude = 1.0 + keys.number("rope.scaling.yarn_log_multiplier", 0.0, minimum=0.0) * math.log(factor)
-    return AttentionConfig(heads, 1, rank + rotating, rope, scale=magnitude**2 / math.sqrt(columns), latent=latent)
+    scale = magnitude**2 / math.sqrt(columns)
+    return AttentionConfig(heads, 1, rank + rotating, rope, scale=scale, latent=latent, **variant)
 
 
 def deepseek_experts(keys: Keys) -> ExpertsConfig:
@@ -255,15 +259,24 @@ def _read_indexed(keys: Keys, types: list[int], neox: bool) -> ModelConfig:
         raise keys.error("the first layer has no indexer, and no layer before it has one; convert the model again")
 
     def mixer(own: Keys) -> AttentionConfig:
-        sizes = [own.integer(f"attention.indexer.{key}") for key in ("head_count", "key_length", "top_k")]
-        check_multiple(keys, "columns of the indexer's keys", sizes[1])
-        indexer = IndexerConfig(*sizes, rope=INDEX_ROPE, own=bool(types[own.layer or 0]))
-        return replace(latent_attention(own, ROPE), indexer=indexer)
+        return latent_attention(own, ROPE, indexer=read_indexer(own, bool(types[own.layer or 0])))
 
     layers = predicting.of(lambda own: LayerConfig(mixer(own), block(own)))
+    return read_model(keys, layers, indexed_rotations(keys, neox), unused=predicting.unused)
+
+
+def read_indexer(keys: Keys, own: bool) -> IndexerConfig:
+    """Of a layer. own: whether it chooses."""
+    heads, dim, used = (keys.integer(f"attention.indexer.{key}") for key in ("head_count", "key_length", "top_k"))
+    check_multiple(keys, "columns of the indexer's keys", dim)
+    return IndexerConfig(heads, dim, used, INDEX_ROPE, own)
+
+
+def indexed_rotations(keys: Keys, neox: bool) -> dict[str, RopeConfig]:
+    """Of latent attention and of its indexer, whose RoPE has pairs as neox says."""
     rotating = keys.integer("rope.dimension_count")
     rope = read_rope(keys, rotating, neox=False, dim=rotating, log_multiplier=1.0, sections=())
-    return read_model(keys, layers, {ROPE: rope, INDEX_ROPE: replace(rope, neox=neox)}, unused=predicting.unused)
+    return {ROPE: rope, INDEX_ROPE: replace(rope, neox=neox)}
 
 
 @architecture("minicpm3")

@@ -51,11 +51,13 @@ def swiglu_oai(gate, up, isa, n=LANES):
     return times_sigmoid(g, f32(OAI_SLOPE, n) * g, isa, n) * (u + f32(1.0, n))
 
 
-def silu_max(limit):
-    """silu(min(gate, limit)) * up, up between -limit and limit."""
+def silu_limited(limit, cut):
+    """silu(min(gate, limit)) * up, or with `cut` min(silu(gate), limit) * up, up between -limit and limit."""
 
     def activate(gate, up, isa, n=LANES):
         u = T.Bind(T.max(T.min(up, f32(limit, n)), f32(-limit, n)))
+        if cut:
+            return T.Bind(T.min(silu(gate, f32(1.0, n), isa, n), f32(limit, n))) * u
         return silu(T.Bind(T.min(gate, f32(limit, n))), u, isa, n)
 
     return activate
@@ -63,7 +65,8 @@ def silu_max(limit):
 
 def activation(act):
     """The one of that name, or one with a limit."""
-    return silu_max(limit) if (limit := limit_of(act)) else ACTIVATIONS[act]
+    limit, cut = limit_of(act)
+    return silu_limited(limit, cut) if limit else ACTIVATIONS[act]
 
 
 def gelu_alone(gate, up, isa, n=LANES):

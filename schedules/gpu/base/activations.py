@@ -43,9 +43,12 @@ GATED = {"swiglu_oai": _swiglu_oai, "gelu_alone": lambda gate, up: _gelu(gate)} 
 
 def gated(act: str, gate: Expr, up: Expr) -> Expr:
     """f(gate) * up, in a register, or with a limit. ValueError for a name that neither ACTIVATIONS nor GATED has."""
-    if limit := limit_of(act):
-        gate, up = minimum(gate, T.float32(limit)), maximum(minimum(up, T.float32(limit)), T.float32(-limit))
-        act = "silu"
+    limit, cut = limit_of(act)
+    if limit:
+        up, silu = maximum(minimum(up, T.float32(limit)), T.float32(-limit)), ACTIVATIONS["silu"]
+        if cut:
+            return T.Bind(minimum(T.Bind(silu(gate)), T.float32(limit)) * up)
+        return T.Bind(silu(minimum(gate, T.float32(limit))) * up)
     if act in GATED:
         return T.Bind(GATED[act](gate, up))
     if act not in ACTIVATIONS:
