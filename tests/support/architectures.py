@@ -62,8 +62,7 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "gemma": ({}, ()),
     "gemma2": ({"attention.sliding_window": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}, ()),
     "gemma3": (
-        {"attention.sliding_window": 24, "attention.sliding_window_pattern": 2, "rope.freq_base_swa": 1000.0, "attention.key_length_swa": 64}
-        | {"attention.value_length_swa": 32}
+        {"attention.sliding_window": 24, "attention.sliding_window_pattern": 2, "rope.freq_base_swa": 1000.0}
         | {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "attention.key_length": 48}
         | {"attention.value_length": 48, "rope.dimension_count": 48},
         (),
