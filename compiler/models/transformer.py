@@ -14,7 +14,7 @@ Everything follows the `ModelConfig` that an architecture's function makes.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tvm import relax
 
@@ -26,6 +26,8 @@ from mlc_amd.schedules.operators.layouts import padded
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.models.graph import Graph
+
+OPS: Any = relax.op
 
 
 def decoder(g: Graph):
@@ -132,7 +134,7 @@ def latent_attention(g: Graph, h, i: int, latent: LatentConfig) -> list:
     if latent.nope:
         q = g.head_linear(g.linear(x, f"{block}attn_q_nope.weight"), block + "attn_k_b.weight")
     else:
-        q = g.bb.emit(relax.op.zeros((g.m, latent.rank * a.heads), "float32"))
+        q = g.bb.emit(OPS.zeros((g.m, latent.rank * a.heads), "float32"))
     if latent.key_norm:
         key = decoder_parts.normed_end(g, key, latent.rank, block + "attn_k_norm.weight")
     y = g.latent_attention(q, rotating, key, i, indexers.selected(g, h, x, i))
@@ -165,7 +167,7 @@ def dense(g: Graph, h, name: str, act: str, gated: bool = True, divisor: str = "
     else:
         y = packed.activate(g, up, act) if g.config.encoder else g.activation(up, act)
     if divisor:
-        y = g.bb.emit(relax.op.divide(y, g.vector(divisor, exact=True)))
+        y = g.bb.emit(OPS.divide(y, g.vector(divisor, exact=True)))
     return g.linear(y, name.format("down") + ".weight", scaled_bias=True)
 
 

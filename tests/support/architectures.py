@@ -191,7 +191,7 @@ _SELECTION = _biases("exp_probs_b")
 _QKV = ("blk.*.attn_qkv.weight",)
 _INDEXED = _SHARED | {
     "attention.head_count_kv": 1, "attention.q_lora_rank": 96, "attention.kv_lora_rank": 64, "rope.dimension_count": 32,
-    "attention.key_length": 96, "attention.value_length": 64, "attention.key_length_mla": 80,
+    "attention.key_length": 96, "attention.value_length": 64, "attention.key_length_mla": 96,
     "attention.value_length_mla": 48, "attention.indexer.head_count": 16, "attention.indexer.key_length": 64,
     "attention.indexer.top_k": 16, "expert_weights_norm": True,
 }  # fmt: skip

@@ -2,6 +2,7 @@
 others attention."""
 
 from functools import partial
+from typing import Any
 
 from mlc_amd.compiler.models.architectures.local import NORMS_BARE
 from mlc_amd.compiler.models.architectures.stateful import VECTOR
@@ -38,7 +39,7 @@ def read_mamba(keys: Keys, **variant) -> MambaConfig:
     inner, state = keys.integer("ssm.inner_size"), keys.integer("ssm.state_size")
     check_multiple(keys, "inner size of the state space", inner)
     check_multiple(keys, "state's size", state, VECTOR)
-    fields = {"rank": variant.pop("rank", 0) or keys.integer("ssm.time_step_rank")} | variant
+    fields: dict[str, Any] = {"rank": variant.pop("rank", 0) or keys.integer("ssm.time_step_rank")} | variant
     return MambaConfig(inner, state, taps=read_taps(keys, "ssm.conv_kernel"), **fields)
 
 

@@ -4,6 +4,7 @@ and some the other."""
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from mlc_amd.compiler.models.config import (
     AttentionConfig,
@@ -284,7 +285,10 @@ def minicpm3(keys: Keys) -> ModelConfig:
     """MiniCPM 3. Latent attention; factors on the embedding, the outputs of the blocks and the logits."""
     hidden = keys.integer("embedding_length")
     factor = 1.4 / read_layers(keys) ** 0.5
-    norms = {"mixer_norms": Norms("attn_norm", factor=factor), "feed_forward_norms": Norms("ffn_norm", factor=factor)}
+    norms: dict[str, Any] = {
+        "mixer_norms": Norms("attn_norm", factor=factor),
+        "feed_forward_norms": Norms("ffn_norm", factor=factor),
+    }
     layers = [
         LayerConfig(latent_attention(own, ROPE, True), read_feed_forward(own), **norms) for own in each_layer(keys)
     ]
