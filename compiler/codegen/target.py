@@ -20,7 +20,7 @@ from mlc_amd.compiler.codegen import generic
 from mlc_amd.compiler.codegen.kernel_workers import ALONE, Workers
 from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig
-from mlc_amd.compiler.models.indexers import indexers
+from mlc_amd.compiler.models.index_keys import indexers
 from mlc_amd.compiler.nodes import fields_of, parts_of
 from mlc_amd.compiler.work import buffers, work
 from mlc_amd.runtime.artifact.manifest import ManifestTarget

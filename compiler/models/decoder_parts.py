@@ -71,7 +71,15 @@ def bare_norm(g: Graph, x, a: AttentionConfig, factors: str = "") -> relax.Var:
     return g.bb.emit(OPS.reshape(y, (m, columns)))
 
 
-def widened(g: Graph, q, k, v, layer: int) -> tuple:
+def attended(g: Graph, q, k, v, layer: int) -> relax.Var:
+    """`Graph.attention` of heads with the columns that they have in the cache, which may be more than their own."""
+    a = g.config.layers[layer].attention
+    assert a, "a layer with attention"
+    _check_length(g, a)
+    return _narrowed(g, g.attention(*_widened(g, q, k, v, layer), layer), a)
+
+
+def _widened(g: Graph, q, k, v, layer: int) -> tuple:
     """q, k and v with as many columns a head as the cache has. With ALiBi those after a head's own have, of a key, its
     position, and of a query what makes of it the bias: slope * position, which differs from -slope * distance by the
     same for all keys."""
@@ -109,7 +117,7 @@ def _filled(g: Graph, x, heads: int, size: int, columns: int, after: Callable, *
     return g.bb.emit_te(fill, x, *args, primfunc_name_hint="fill_heads")
 
 
-def narrowed(g: Graph, y, a: AttentionConfig) -> relax.Var:
+def _narrowed(g: Graph, y, a: AttentionConfig) -> relax.Var:
     """The first columns of each head of attention's output, which are those of its value."""
     if a.columns == a.values:
         return y
@@ -118,7 +126,7 @@ def narrowed(g: Graph, y, a: AttentionConfig) -> relax.Var:
     return g.bb.emit(OPS.reshape(own, (g.m, a.heads * a.values)))
 
 
-def check_length(g: Graph, a: AttentionConfig) -> None:
+def _check_length(g: Graph, a: AttentionConfig) -> None:
     """UserError for a context in which rows would not see all keys of a layer whose choice of them is not known."""
     if a.indexer and g.ctx > a.indexer.used:
         raise UserError(

@@ -13,7 +13,7 @@ from tvm import relax, te
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.functions import HIDDEN, FunctionSpec
-from mlc_amd.compiler.models import decoder_parts, exchanges, packed
+from mlc_amd.compiler.models import exchanges, packed
 from mlc_amd.compiler.models.config import AttentionConfig, Model, ModelConfig, attentions
 from mlc_amd.compiler.models.tensors import SCALE
 from mlc_amd.compiler.ops import shape_of, tensor_type
@@ -293,8 +293,6 @@ class Graph:
             return packed.attention(self, q, k, v, layer)
         a, block = self.config.layers[layer].attention, f"blk.{layer}."
         assert a, "a layer with attention"
-        decoder_parts.check_length(self, a)
-        q, k, v = decoder_parts.widened(self, q, k, v, layer)
         if a.temperature and self.ctx + a.temperature.offset > a.temperature.length:
             q = self.scaled_by_position(q, TEMPERATURES)
         rope = self.config.ropes.get(a.rope)
@@ -319,7 +317,7 @@ class Graph:
         else:
             q = rotated
         sinks = [self.vector(f"{block}attn_sinks.weight", exact=True)] if a.sinks else []
-        return decoder_parts.narrowed(self, self._attended(a, pages, q, cache, sinks), a)
+        return self._attended(a, pages, q, cache, sinks)
 
     def latent_attention(self, latent, rotating, key, layer: int, ids=None) -> relax.Var:
         """Norm of the latent, RoPE, KV write and causal attention of a layer with a LatentConfig. latent: the queries'

@@ -1,7 +1,4 @@
-"""Sparse attention by an indexer in a decoder's graph: which keys a row of latent attention sees.
-
-Where a sequence has no more tokens than a row may see keys, all are seen, and there is no indexer.
-"""
+"""Sparse attention by an indexer in a decoder's graph: which keys a row of latent attention sees."""
 
 from __future__ import annotations
 
@@ -10,31 +7,14 @@ from typing import TYPE_CHECKING
 from tvm import relax
 
 from mlc_amd.compiler.models import packed
-from mlc_amd.compiler.models.config import AttentionConfig, ModelConfig
+from mlc_amd.compiler.models.index_keys import chooses, operator
 from mlc_amd.compiler.ops import shape_of
-from mlc_amd.schedules.operators import LayerNorm, SelectKeys
+from mlc_amd.schedules.operators import LayerNorm
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.models.graph import Graph
 
 EPS = 1e-6  # of the norm of its keys
-
-
-def chooses(attention: AttentionConfig | None, ctx: int) -> bool:
-    """Whether the layer's rows see some keys only, in sequences of up to ctx tokens."""
-    return bool(attention and attention.indexer and attention.indexer.used < ctx)
-
-
-def operator(attention: AttentionConfig, ctx: int, m: int) -> SelectKeys:
-    of = attention.indexer
-    assert of, "a layer with an indexer"
-    return SelectKeys(heads=of.heads, d=of.dim, used=of.used, ctx=ctx, m=m)
-
-
-def indexers(config: ModelConfig, ctx: int) -> dict[str, SelectKeys]:
-    """Of the cache of each layer with an indexer of its own, by name: the operator of one row."""
-    layers = {i: a for i, layer in enumerate(config.layers) if (a := layer.attention) and chooses(a, ctx)}
-    return {f"ik.{i}": operator(a, ctx, 1) for i, a in layers.items() if a.indexer and a.indexer.own}
 
 
 def selected(g: Graph, h, latent, i: int) -> relax.Var | None:

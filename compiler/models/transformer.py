@@ -116,7 +116,7 @@ def attention(g: Graph, h, i: int) -> list:
         q, k = (decoder_parts.each_norm(g, x, f"{block}attn_{which}_norm", a) for x, which in ((q, "q"), (k, "k")))
     if a.head_factors:
         q, k = (decoder_parts.bare_norm(g, x, a, name) for x, name in ((q, f"{block}attn_q_norm.weight"), (k, "")))
-    y = g.attention(q, k, v, i)
+    y = g.attention(q, k, v, i) if g.config.encoder else decoder_parts.attended(g, q, k, v, i)
     if a.output_gate:
         y = g.gate(y, g.linear(h, block + "attn_q_gate.weight"), a.head_dim)
     if a.own_gate:
