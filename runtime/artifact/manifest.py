@@ -25,7 +25,7 @@ from mlc_amd.runtime.exchange_layout import boxes
 from mlc_amd.runtime.gpus import Unit
 from mlc_amd.runtime.sampling.settings import SamplingChanges
 
-FORMAT_VERSION = 14
+FORMAT_VERSION = 15
 MANIFEST = "manifest.json"
 ADVICE = "compile the model again"
 RANK = "@"  # in a tensor's name, before the number of the GPU whose part it is: all but the first one's
