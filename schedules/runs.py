@@ -49,11 +49,13 @@ def conv_args(op: CausalConv) -> tuple[Buffer, Buffer, list[Buffer], list[Buffer
 
 
 def ssm_args(op: SsmScan) -> list[Buffer]:
-    """Declares rows, cells, X, Z, Dt, A, D, Bias, States, Y."""
-    m, inner, each = op.m, op.heads * op.d, padded_columns(op.heads)
+    """Declares rows, cells, X, Z, Dt, A, D, Bias, States, Y; None in the place of those that the operator has not."""
+    m, inner, each = op.m, op.heads * op.d, padded_columns(op.d if op.by_state else op.heads)
     inputs = {"X": (m, inner + 2 * op.groups * op.size), "Z": (m, padded_columns(inner)), "Dt": (m, each)}
-    weights, states = {which: (each,) for which in ("A", "D", "Bias")}, (CELLS, op.heads, op.d * op.size)
-    return [*run_args(m), *declared(**inputs, **weights, States=states, Y=(m, inner))]
+    weights: dict = {which: (each,) for which in ("A", "D", "Bias")} | {"States": (CELLS, op.heads, op.d * op.size)}
+    absent = ["Z", "D"] * (not op.gated) + ["Bias"] * op.given
+    weights |= {"A": (padded_columns(op.d * op.size),)} if op.by_state else {}
+    return [*run_args(m), *declared(**(inputs | weights | dict.fromkeys(absent)), Y=(m, inner))]
 
 
 def delta_args(op: DeltaNet) -> tuple[Buffer, Buffer, Buffer, Buffer, "Decays", Buffer, Buffer]:

@@ -5,11 +5,14 @@ In: a configuration and the tensors of a file by name. Out: `graph_tensors`.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 
 from mlc_amd.compiler.gguf.tensor import Tensor
 from mlc_amd.compiler.models.config import ExpertsConfig, ModelConfig
+from mlc_amd.compiler.models.recurrent_config import LinearAttentionConfig
+from mlc_amd.compiler.models.rope import alibi_slopes
 from mlc_amd.compiler.models.tensors import SCALE, Part, factor_names, merged_parts
 
 
@@ -23,10 +26,21 @@ def graph_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[st
         made[part.name] = _part(part, source)
         _add_companions(part, source, tensors, made)
     for i, layer in enumerate(config.layers):
+        if (a := layer.attention) and a.alibi and not config.encoder:
+            name = f"blk.{i}.attn_slopes"
+            made[name] = Tensor.made(name, (a.heads,), partial(alibi_slopes, a.heads, a.alibi))
+        if isinstance(a := layer.mixer, LinearAttentionConfig):
+            name = f"blk.{i}.attn_decay"
+            made[name] = Tensor.made(name, (a.heads,), partial(_decay, a))
         for block in (layer.feed_forward, layer.experts):
             if isinstance(block, ExpertsConfig):
                 made |= _factors(f"blk.{i}.", block, made)
     return made
+
+
+def _decay(a: LinearAttentionConfig) -> np.ndarray:
+    """What the states of each head decay by in a step, as an exponent."""
+    return (-a.factor * 2.0 ** (-8.0 / a.heads * np.arange(1, a.heads + 1))).astype(np.float32)
 
 
 def _part(part: Part, source: Tensor) -> Tensor:

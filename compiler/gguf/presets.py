@@ -116,6 +116,26 @@ _GLM47_FLASH = (
     | {"leading_dense_block_count": 1, "expert_shared_count": 1, "expert_gating_func": 2}
     | {"expert_weights_norm": True, "expert_weights_scale": 1.8}
 )
+_INDEXED = {
+    "attention.indexer.key_length": 128, "attention.indexer.top_k": 2048, "leading_dense_block_count": 3,
+    "expert_shared_count": 1, "expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 2.5,
+}  # fmt: skip
+_GLM5 = (
+    _experts(256, 8, 2048)
+    | _LATENT
+    | _INDEXED
+    | {"attention.q_lora_rank": 2048, "attention.key_length_mla": 256, "attention.value_length_mla": 256}
+    | {"attention.indexer.head_count": 32}
+)
+_DEEPSEEK_V32 = (
+    _experts(256, 8, 2048)
+    | _LATENT
+    | _INDEXED
+    | {"attention.q_lora_rank": 1536, "attention.key_length_mla": 192, "attention.value_length_mla": 128}
+    | {"attention.indexer.head_count": 64, "expert_group_count": 8, "expert_group_used_count": 4}
+    | {"rope.scaling.type": "yarn", "rope.scaling.factor": 40.0, "rope.scaling.original_context_length": 4096}
+    | {"rope.scaling.yarn_log_multiplier": 0.1}
+)
 _KIMI_LINEAR = (
     _experts(256, 8, 1024)
     | _LATENT
@@ -206,6 +226,16 @@ PRESETS = {
     "glm-4.7-flash": Preset(
         "deepseek2",
         _sizes(47, 2048, 10240, 20, 1, 256, 154880, 202752, 1e-5, 1e6, more=_GLM47_FLASH),
+        ("output.weight", "blk.*.exp_probs_b.bias"),
+    ),
+    "glm-5": Preset(
+        "glm-dsa",
+        _sizes(78, 6144, 12288, 64, 1, 256, 154880, 202752, 1e-5, 1e6, more=_GLM5),
+        ("output.weight", "blk.*.exp_probs_b.bias"),
+    ),
+    "deepseek-v3.2": Preset(
+        "deepseek32",
+        _sizes(61, 7168, 18432, 128, 1, 192, 129280, 163840, 1e-6, 10000.0, more=_DEEPSEEK_V32),
         ("output.weight", "blk.*.exp_probs_b.bias"),
     ),
     "kimi-linear-48b-a3b": Preset(

@@ -182,7 +182,11 @@ def _vector(name: str, columns: int, preset: Preset, rng: np.random.Generator) -
     if name == "rope_freqs.weight" and preset.rope_freqs:
         values = preset.rope_freqs(columns)
     else:
-        center = name.endswith(("norm.weight", "scale.weight", ".scale")) or "_norm_" in name or name.startswith("rope")
+        center = (
+            name.endswith(("norm.weight", "scale.weight", ".scale", ".scales"))
+            or "_norm_" in name
+            or name.startswith("rope")
+        )
         values = rng.standard_normal(columns, np.float32) * np.float32(0.1) + np.float32(center)
     values.flags.writeable = False
     return values

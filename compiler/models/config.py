@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, replace
 
 from mlc_amd.compiler.models.draft_config import DraftConfig, PredictorConfig
 from mlc_amd.compiler.models.encoder_config import EncoderConfig
+from mlc_amd.compiler.models.recurrent_config import Recurrent
 
-Shape = tuple[int, ...]
+BARE = "bare"  # ModelConfig.embedding_norm
+POSITION = 8  # columns of a key's position: where ALiBi is a part of q . k
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,26 @@ class LatentConfig:
     """
 
     rank: int  # columns of the latent
-    nope: int  # columns of a head's query that do not rotate
+    nope: int  # columns of a head's query that do not rotate; 0: keys have no columns of the latent
     value: int  # columns of a head's output
     query_rank: int = 0  # columns between attn_q_a and attn_q_b; 0: there is attn_q instead
     merged: bool = False  # attn_kv_b holds, for each head, the rows of attn_k_b transposed and those of attn_v_b
+    key_norm: bool = False  # attn_k_norm: RMS norm of the rotating columns of the key before RoPE
+
+
+@dataclass(frozen=True)
+class IndexerConfig:
+    """What chooses the keys that a row sees, where there are more than `used`; of latent attention
+    (`schedules.operators.indexer.SelectKeys`): indexer.attn_q_b makes its queries of what attn_q_a_norm returns,
+    indexer.attn_k and a layer norm, indexer.k_norm, the keys, which all heads share, indexer.proj the heads' weights.
+    Of other attention (MiniMax M3: blocks of keys) the choice is not known: contexts are limited to `used` tokens.
+    """
+
+    heads: int
+    dim: int  # columns of a key
+    used: int
+    rope: str  # key of ModelConfig.ropes, of the leading columns
+    own: bool = True  # False: the layer takes the choice of the last one that has its own
 
 
 @dataclass(frozen=True)
@@ -94,134 +112,29 @@ class AttentionConfig:
     value_is_key: bool = False  # no attn_v: values are the projected keys, before norm and RoPE
     temperature: "TemperatureConfig | None" = None
     latent: LatentConfig | None = None  # kv_heads is 1, and head_dim the columns of attention's keys
-    alibi: float = 0.0  # ALiBi's largest bias, of encoders; 0: none
+    indexer: IndexerConfig | None = None
+    alibi: float = 0.0  # ALiBi's largest bias; 0: none
+    value_dim: int = 0  # columns of a head's value, where they are fewer than head_dim; 0: as many
     clamp: float = 0.0  # q, k and v are cut off at it, and at it below 0; 0: are not
     own_gate: str = ""  # "sigmoid" or "softplus": the output times that of attn_gate h
     head_gate: bool = False  # attn_gate has one row for each head
-    each_norm: bool = False  # attn_q_norm/k_norm: weights of each head for layer norms over them before RoPE
+    each_norm: str = ""  # attn_q_norm/k_norm: weights of each head for norms over them before RoPE: "layer", "rms"
+    head_factors: bool = False  # RMS norms over the heads of q and k, without weights; attn_q_norm: a factor on q's
     output_gate: bool = False  # attn_q holds each head's rows of Q, then of a gate: the output times sigmoid(gate)
     images: bool = False  # the rows of an image see one another
 
-
-@dataclass(frozen=True)
-class ShortConvConfig:
-    """A gated short convolution (LFM2): [B, C, X] = in_proj h, y_p = C_p * sum over t of W_t (B * X)_{p-t}, out_proj y.
-    W has `taps` numbers for each column."""
-
-    taps: int  # positions that a row sees, its own included
-
-    def states(self, hidden: int) -> dict[str, Shape]:
-        return {"conv": (self.taps - 1, hidden)}
-
-    def width(self, hidden: int) -> int:
-        return 3 * hidden
-
-
-@dataclass(frozen=True)
-class DeltaNetConfig:
-    """A gated delta net (Qwen3-Next, Qwen3.5). qkv = silu(conv(attn_qkv h)): heads of q and k, each divided by its
-    length, and of v. Each value head has a matrix M; per row
-
-        M *= exp(ssm_a * softplus(ssm_alpha h + ssm_dt)); M += k d^T, d = sigmoid(ssm_beta h) * (v - M^T k); y = M^T q
-
-    with q divided by sqrt(head_dim), and ssm_out (norm(y) * silu(attn_gate h)), a norm of each head.
-    """
-
-    key_heads: int  # heads of q and of k
-    value_heads: int  # a multiple of key_heads
-    head_dim: int  # columns of a head of q, k and v
-    taps: int  # of the convolution
-    grouped: bool = False  # value heads of one key head follow one another; False: key head = value head % key_heads
-    merged_inputs: bool = False  # ssm_in holds, for each key head, the rows of q, k, v and of attn_gate
-    merged_gates: bool = False  # ssm_ba holds, for each key head, the rows of ssm_beta, then those of ssm_alpha
-
-    @property
-    def keys(self) -> int:
-        """Columns of all heads of k."""
-        return self.key_heads * self.head_dim
-
     @property
     def values(self) -> int:
-        """Columns of all heads of v."""
-        return self.value_heads * self.head_dim
-
-    @property
-    def channels(self) -> int:
-        """Columns of the convolution."""
-        return 2 * self.keys + self.values
-
-    def states(self, hidden: int) -> dict[str, Shape]:
-        head = self.head_dim, self.head_dim
-        return {"conv": (self.taps - 1, self.channels), "delta": (self.value_heads, *head)}
-
-    def width(self, hidden: int) -> int:
-        return self.channels + 2 * self.values  # of the projections
-
-
-@dataclass(frozen=True)
-class ChannelDeltaConfig:
-    """A gated delta net whose states decay channel by channel (Kimi Linear). q, k and v = silu(conv(attn_q h)) and so
-    on: heads of q and k, each divided by its length. Each head has a matrix M; per row
-
-        M *= exp(ssm_a * softplus(ssm_f_b ssm_f_a h + ssm_dt)), a number of each row of M
-        M += k d^T, d = sigmoid(ssm_beta h) * (v - M^T k); y = M^T q
-
-    with q divided by sqrt(head_dim), and attn_output (norm(y) * sigmoid(ssm_g_b ssm_g_a h)), a norm of each head.
-    """
-
-    heads: int
-    head_dim: int  # columns of a head of q, k and v, and between ssm_f_a and ssm_f_b, ssm_g_a and ssm_g_b
-    taps: int  # of the convolutions
+        """Columns of a head's value and output."""
+        return self.value_dim or self.head_dim
 
     @property
     def columns(self) -> int:
-        """Of all heads of q, of k and of v."""
-        return self.heads * self.head_dim
-
-    def states(self, hidden: int) -> dict[str, Shape]:
-        return {"conv": (self.taps - 1, 3 * self.columns), "delta": (self.heads, self.head_dim, self.head_dim)}
-
-    def width(self, hidden: int) -> int:
-        return 8 * self.columns  # q, k and v, their convolution, decays and gates
+        """Of a head's key in a decoder's cache: with ALiBi its position has some."""
+        return self.head_dim + (POSITION if self.alibi else 0)
 
 
-@dataclass(frozen=True)
-class Mamba2Config:
-    """A selective state space (Mamba-2). [z, u, t] = ssm_in h, [x, B, C] = silu(conv(u)). Each head has its columns of
-    x and a matrix S of these by `state`; per row, with dt = softplus(t + ssm_dt),
-
-        S *= exp(ssm_a * dt); S += dt * x B^T; y = S C + ssm_d * x
-
-    and ssm_out norm(y * silu(z)), a norm of each group of columns. Groups of heads share B and C.
-    """
-
-    inner: int  # columns of x, of all heads
-    state: int  # columns of B and of C, of a group
-    heads: int  # divides inner
-    groups: int  # divides heads
-    taps: int  # of the convolution
-    norm_eps: float = 0.0  # of the norm; 0: there is none
-
-    @property
-    def head_dim(self) -> int:
-        """Columns of x of a head."""
-        return self.inner // self.heads
-
-    @property
-    def channels(self) -> int:
-        """Columns of the convolution."""
-        return self.inner + 2 * self.groups * self.state
-
-    def states(self, hidden: int) -> dict[str, Shape]:
-        return {"conv": (self.taps - 1, self.channels), "ssm": (self.heads, self.head_dim * self.state)}
-
-    def width(self, hidden: int) -> int:
-        return self.inner + 2 * self.channels  # of the projection, and of the convolution
-
-
-# What mixes the rows of a sequence. All but attention keep a state of fixed size for each sequence from step to step:
-# `states`, name to shape, of float32. width: columns of the widest intermediate tensors.
-Recurrent = ShortConvConfig | DeltaNetConfig | ChannelDeltaConfig | Mamba2Config
+# What mixes the rows of a sequence
 Mixer = AttentionConfig | Recurrent
 
 
@@ -233,6 +146,7 @@ class FeedForwardConfig:
     act: str = "silu"  # or "gelu" (tanh approximation), "relu_sq": of schedules' activations
     gated: bool = True
     merged: bool = False  # ffn_up holds the rows of gate, then those of up
+    divided: bool = False  # ffn.act.scales divides the columns before down (AWQ)
 
 
 @dataclass(frozen=True)
@@ -249,6 +163,18 @@ class SharedExpertConfig:
 
 
 @dataclass(frozen=True)
+class AdjugateConfig:
+    """Small experts that read the sum of a row's experts, of which `group` neighbouring ones share one (GroveMoE): sum
+    += factor * the experts of the chosen ones, weighted as the experts of their numbers are."""
+
+    count: int
+    used: int
+    size: int
+    group: int
+    factor: float
+
+
+@dataclass(frozen=True)
 class ExpertsConfig:
     """A mixture of experts: the sum over a row's `used` experts e of weight_e * down_e(act(gate_e x) * up_e x).
 
@@ -259,7 +185,7 @@ class ExpertsConfig:
     count: int
     used: int
     size: int  # columns between gate/up and down
-    act: str = "silu"  # or "gelu", "swiglu_oai" (gpt-oss: clamped), "relu" (see `gated`), "gelu_alone" (of up)
+    act: str = "silu"  # or "gelu", "swiglu_oai" (gpt-oss), "relu" (see `gated`), "gelu_alone" (of up), "silu_max_7.0"
     gated: bool = True  # False: there is no gate, and up stands for it: relu(up x) * (up x) is the square of relu(up x)
     latent: int = 0  # columns that ffn_latent_down makes of x for the experts, and ffn_latent_up of theirs; 0: as x
     gating: str = "softmax"
@@ -272,6 +198,7 @@ class ExpertsConfig:
     early: bool = False  # they are chosen by the layer's input, before its norms
     biases: bool = False  # ffn_gate_exps.bias, ffn_up_exps.bias, ffn_down_exps.bias
     merged: bool = False  # ffn_gate_up_exps holds each expert's rows of gate, then those of up
+    adjugate: AdjugateConfig | None = None
     weigh_input: bool = False  # the weight multiplies the expert's input instead of its output
     shared: SharedExpertConfig | None = None
 
@@ -289,6 +216,8 @@ class Norms:
     joined: str = ""
     again: str = ""
     bare: str = ""  # of which of these norms the weight's name is without ".weight"
+    factor: float = 1.0  # on the block's result
+    residual: float = 0.0  # y = joined(residual * before(x) + after(block(before(x)))) instead; 0: as above
     after_eps: float = 0.0  # epsilon of `after`; 0: the model's
 
 
@@ -304,6 +233,7 @@ class LayerConfig:
     experts: ExpertsConfig | None = None  # beside the feed-forward block
     experts_norm: str = ""  # norm before these, of the layer's input; "": as gemma4.py has it
     output_scale: bool = False  # layer_output_scale: a factor on x at the layer's end
+    skip: bool = False  # x += layer_output_scale * the decoder's input, at the layer's end
     parallel: bool = False  # both read x; without a norm before the feed-forward block, that before the mixer
     beside: Recurrent | None = None  # a second mixer: x += mixer(h) + beside(h) (falcon-h1)
     predictor: PredictorConfig | None = None  # it guesses tokens, and is no part of the decoder
@@ -340,7 +270,7 @@ class ModelConfig:
     norm_weights: bool = True  # False: norms without weights
     positions: int = 0  # rows of position_embd, which are added to the embedding's; 0: there is none
     embedding_scale: float = 1.0  # on the embedding's rows
-    embedding_norm: bool = False  # RMS norm of the embedding's rows, without weights
+    embedding_norm: str = ""  # name of the norm of the embedding's rows; BARE: an RMS norm without weights; "": none
     logit_scale: float = 1.0  # on the logits
     logit_softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: none
     layer_embedding: int = 0  # columns of a second embedding of each token, one for each layer (gemma4); 0: none

@@ -3,19 +3,25 @@ gates on attention's output."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tvm import relax
+from tvm import relax, te
 
 from mlc_amd.compiler.models import exchanges
-from mlc_amd.compiler.models.config import AttentionConfig
+from mlc_amd.compiler.models.config import BARE, AttentionConfig
 from mlc_amd.compiler.ops import shape_of
-from mlc_amd.schedules.operators import Embed, RmsNorm
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.operators import Embed
+from mlc_amd.schedules.operators.attention import PAGE
+from mlc_amd.schedules.operators.experts import limit_of
+from mlc_amd.schedules.operators.layouts import padded
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.models.graph import Graph
 
 OPS: Any = relax.op
+OAI_LIMIT, OAI_SLOPE = 7.0, 1.702  # of "swiglu_oai"
 GATES = {"sigmoid": OPS.sigmoid, "softplus": OPS.nn.softplus}  # of AttentionConfig.own_gate
 
 
@@ -28,9 +34,8 @@ def embedded(g: Graph, name: str, numbers) -> relax.Var:
 
 def embedding(g: Graph, x) -> relax.Var:
     """x, the rows of the embedding, normalized or plus the row of each one's position, as the model has it."""
-    if g.config.embedding_norm:
-        m, k = shape_of(x)
-        x = g.emit(RmsNorm(k=k, m=m, eps=g.config.norm_eps, rows="all", layout=""), [x, g.ones(k)])
+    if name := g.config.embedding_norm:
+        x = g.rms_norm(x, "") if name == BARE else g.norm(x, name)
     if not g.config.positions:
         return x
     numbers = g.bb.emit(OPS.reshape(g.columns(g.rows, 0, 1), (g.m,)))
@@ -47,12 +52,111 @@ def clamped(g: Graph, x, limit: float) -> relax.Var:
 
 
 def each_norm(g: Graph, x, name: str, a: AttentionConfig) -> relax.Var:
-    """Layer norm of each head, which has weights of its own."""
+    """The norm of each head, which has weights of its own."""
+    if a.each_norm == "layer":
+        m, columns = shape_of(x)
+        parts = g.bb.emit(OPS.reshape(x, (m, columns // a.head_dim, a.head_dim)))
+        center = g.bb.emit(OPS.subtract(parts, g.bb.emit(OPS.mean(parts, -1, keepdims=True))))
+        x = g.bb.emit(OPS.reshape(center, (m, columns)))
+    return g.multiply(bare_norm(g, x, a), g.vector(name + ".weight", exact=True))
+
+
+def bare_norm(g: Graph, x, a: AttentionConfig, factors: str = "") -> relax.Var:
+    """RMS norm of each head without weights, times the head's factor. factors: a tensor, one for each head."""
     m, columns = shape_of(x)
     parts = g.bb.emit(OPS.reshape(x, (m, columns // a.head_dim, a.head_dim)))
-    center = g.bb.emit(OPS.subtract(parts, g.bb.emit(OPS.mean(parts, -1, keepdims=True))))
-    normed = g.bb.emit(OPS.nn.rms_norm(center, g.ones(a.head_dim), -1, g.config.norm_eps))
-    return g.multiply(g.bb.emit(OPS.reshape(normed, (m, columns))), g.vector(name + ".weight", exact=True))
+    y = g.bb.emit(OPS.nn.rms_norm(parts, g.ones(a.head_dim), -1, g.config.norm_eps))
+    if factors:
+        y = g.multiply(y, g.bb.emit(OPS.reshape(g.vector(factors, exact=True), (a.heads, 1))))
+    return g.bb.emit(OPS.reshape(y, (m, columns)))
+
+
+def attended(g: Graph, q, k, v, layer: int) -> relax.Var:
+    """`Graph.attention` of heads with the columns that they have in the cache, which may be more than their own."""
+    a = g.config.layers[layer].attention
+    assert a, "a layer with attention"
+    _check_length(g, a)
+    return _narrowed(g, g.attention(*_widened(g, q, k, v, layer), layer), a)
+
+
+def _widened(g: Graph, q, k, v, layer: int) -> tuple[relax.Var, relax.Var, relax.Var]:
+    """q, k and v with as many columns a head as the cache has. With ALiBi those after a head's own have, of a key, its
+    position, and of a query what makes of it the bias: slope * position, which differs from -slope * distance by the
+    same for all keys."""
+    a = g.config.layers[layer].attention
+    assert a, "a layer with attention"
+    if a.columns == a.head_dim and a.values == a.head_dim:
+        return q, k, v
+
+    def of_key(row, head, column, rows):
+        position = rows[row, 0]
+        of_block = te.if_then_else(column == 0, position // PAGE, position % PAGE).astype("float32")
+        return te.if_then_else(column < 2, of_block, 0.0)
+
+    def of_query(row, head, column, slopes):
+        bias = slopes[te.min(head, a.heads - 1)] * (1.0 / (a.scale or a.head_dim**-0.5))
+        return te.if_then_else(column == 0, bias * PAGE, te.if_then_else(column == 1, bias, 0.0))
+
+    if a.alibi:
+        q = _filled(g, q, a.heads, a.head_dim, a.columns, of_query, g.vector(f"blk.{layer}.attn_slopes"))
+        k = _filled(g, k, a.kv_heads, a.head_dim, a.columns, of_key, g.rows)
+    return q, k, _filled(g, v, a.kv_heads, a.values, a.columns, lambda *_: 0.0)
+
+
+def _filled(g: Graph, x, heads: int, size: int, columns: int, after: Callable, *args) -> relax.Var:
+    """x with `columns` columns a head instead of `size`. after(row, head, column, *args): of those after the first."""
+
+    def fill(x, *args):
+        def element(row, at):
+            head, column = at // columns, at % columns
+            own = te.max(te.min(head * size + te.min(column, size - 1), heads * size - 1), 0)
+            return te.if_then_else(column < size, x[row, own], after(row, head, column - size, *args))
+
+        return te.compute((g.m, padded(heads * columns)), element, "filled")
+
+    return g.bb.emit_te(fill, x, *args, primfunc_name_hint="fill_heads")
+
+
+def _narrowed(g: Graph, y, a: AttentionConfig) -> relax.Var:
+    """The first columns of each head of attention's output, which are those of its value."""
+    if a.columns == a.values:
+        return y
+    parts = g.bb.emit(OPS.reshape(y, (g.m, a.heads, a.columns)))
+    own = g.bb.emit(OPS.strided_slice(parts, [2], [0], [a.values]))
+    return g.bb.emit(OPS.reshape(own, (g.m, a.heads * a.values)))
+
+
+def _check_length(g: Graph, a: AttentionConfig) -> None:
+    """UserError for a context in which rows would not see all keys of a layer whose choice of them is not known."""
+    if a.indexer and g.ctx > a.indexer.used:
+        raise UserError(
+            f"beyond {a.indexer.used} tokens {g.config.architecture} models choose blocks of keys, which is not "
+            f"supported; use --ctx {a.indexer.used}"
+        )
+
+
+def activated(g: Graph, gate, up, act: str) -> tuple:
+    """The two factors before a block's last matrix."""
+    limit, cut = limit_of(act)
+    if act == "swiglu_oai":  # gpt-oss
+        gate = g.bb.emit(OPS.minimum(gate, relax.const(OAI_LIMIT, "float32")))
+        up = g.bb.emit(OPS.add(clamped(g, up, OAI_LIMIT), relax.const(1.0, "float32")))
+        return g.multiply(gate, g.bb.emit(OPS.sigmoid(g.scaled(gate, OAI_SLOPE)))), up
+    if not limit:
+        return g.activation(gate, act), up
+    most = relax.const(limit, "float32")
+    gate = gate if cut else g.bb.emit(OPS.minimum(gate, most))
+    y = g.activation(gate, "silu")
+    return g.bb.emit(OPS.minimum(y, most)) if cut else y, clamped(g, up, limit)
+
+
+def normed_end(g: Graph, x, first: int, name: str) -> relax.Var:
+    """x with an RMS norm of the columns from `first` on, which has that weight."""
+    count = g.model.tensors[name].shape[0]
+    end = g.bb.emit(OPS.nn.rms_norm(g.columns(x, first, count), g.vector(name, exact=True), -1, g.config.norm_eps))
+    y = g.joined(g.columns(x, 0, first), end)
+    rest = shape_of(x)[1] - first - count
+    return g.joined(y, g.columns(x, first + count, rest)) if rest else y
 
 
 def gated(g: Graph, y, gate, a: AttentionConfig) -> relax.Var:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlc_amd.compiler.models.config import LayerConfig, ModelConfig, Norms, RopeConfig, Shape
+from mlc_amd.compiler.models.config import LayerConfig, ModelConfig, Norms, RopeConfig
 from mlc_amd.compiler.models.draft_config import DraftConfig, PredictorConfig
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import (
@@ -24,7 +24,7 @@ from mlc_amd.compiler.models.metadata import (
     read_rope,
     rotations,
 )
-from mlc_amd.compiler.models.tensors import layer_tensors
+from mlc_amd.compiler.models.tensors import Shape, layer_tensors
 from mlc_amd.runtime.artifact.manifest_draft import MOST_BLOCK
 from mlc_amd.runtime.errors import UserError, shorten
 

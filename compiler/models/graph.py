@@ -35,6 +35,7 @@ from mlc_amd.schedules.operators import (
     RmsNorm,
     RopeKvWrite,
     Sample,
+    SelectedAttention,
 )  # fmt: skip
 from mlc_amd.schedules.operators.attention import PAGE, SLOTS, Rope
 from mlc_amd.schedules.operators.layouts import output_rows, padded
@@ -80,6 +81,8 @@ class Graph:
     row_tables: dict[str, relax.Var] = field(default_factory=dict)  # of images.place
     hidden: dict[int, relax.Var] = field(default_factory=dict)  # inputs of layers, once they are emitted
     drafted: relax.Var | None = None  # of transformer.predictor
+    input: relax.Var | None = None  # the rows before the first layer
+    chosen: relax.Var | None = None  # of indexers.selected, by the last layer that chose
 
     def __post_init__(self):
         config = self.model.config
@@ -136,7 +139,8 @@ class Graph:
         eps: of an RMS norm, 0: the model's."""
         bias = name + ".bias" if self.has(name + ".bias") else ""
         if self.config.norm == "rms":
-            y = self.rms_norm(x, name + ".weight" if self.has(name + ".weight") else name, rows, eps)
+            weight = name + ".weight" if self.has(name + ".weight") else name
+            y = self.rms_norm(x, weight if self.config.norm_weights else "", rows, eps)
             return self.add(y, self.vector(bias, exact=True)) if bias else y
         m, k = shape_of(x)
         op = LayerNorm(k=k, m=m, eps=self.config.norm_eps, bias=bool(bias), rows=rows, layout="")
@@ -182,11 +186,12 @@ class Graph:
         return ids, probabilities
 
     def rms_norm(self, x, name: str, rows: str = "all", eps: float = 0.0) -> relax.Var:
+        """name: of the weight; "": there is none."""
         m, k = shape_of(x)
         if k % BLOCK and rows == "all":
             return self.grouped_rms_norm(x, name, 1, k)
         op = RmsNorm(k=k, m=m, eps=eps or self.config.norm_eps, rows=rows, layout="")
-        return self.emit(op, [x, self.vector(name)])
+        return self.emit(op, [x, self.vector(name) if name else self.ones(k)])
 
     def linear(self, x, name: str, exact: bool = False, scaled_bias: bool = False) -> relax.Var:
         """x W^T, times the scale and plus the bias that stand beside the weight in the file. exact: of a router, which
@@ -327,10 +332,10 @@ class Graph:
             return q, cache
         return rotated, cache
 
-    def latent_attention(self, latent, rotating, key, layer: int) -> relax.Var:
+    def latent_attention(self, latent, rotating, key, layer: int, ids=None) -> relax.Var:
         """Norm of the latent, RoPE, KV write and causal attention of a layer with a LatentConfig. latent: the queries'
         columns for the latent; rotating: those to rotate; key: the latent before its norm, and the columns to rotate.
-        These are taken as they are where the layer has no rotation."""
+        These are taken as they are where the layer has no rotation. ids: the keys that rows see, None: all."""
         a = self.config.layers[layer].attention
         assert a, "a layer with attention"
         rope, layer_of = self.config.ropes.get(a.rope), self.target.layer(a, self.ctx)
@@ -342,6 +347,9 @@ class Graph:
         op = LatentKvWrite(layer=layer_of, rope=rotation, m=self.m, query_dtype=self.target.query_dtype)
         written = self.emit(op, sources)
         q, *cache = (self.bb.emit(relax.TupleGetItem(written, i)) for i in range(1 + len(cache)))
+        if ids is not None:
+            op = SelectedAttention(layer=layer_of, used=shape_of(ids)[1], m=self.m)
+            return self.emit(op, [self.rows, pages, q, ids, *cache])
         return self._attended(a, q, cache, [])
 
     def _attended(self, a: AttentionConfig, q, cache, sinks) -> relax.Var:

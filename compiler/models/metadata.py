@@ -96,7 +96,8 @@ def read_attention(keys: Keys, rope: str = ROPE, **variant) -> AttentionConfig:
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     head_dim = keys.integer("attention.key_length", max(1, hidden // heads))
     kv_heads = keys.integer("attention.head_count_kv", heads)
-    if keys.integer("attention.value_length", max(1, hidden // heads)) != head_dim:
+    values = keys.integer("attention.value_length", max(1, hidden // heads))
+    if values != head_dim and "value_dim" not in variant:
         raise keys.error(
             f"{keys.full('attention.value_length')} differs from key_length ({head_dim}); only equal lengths are "
             "supported"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tvm import relax, te
@@ -33,15 +34,37 @@ def route(g: Graph, logits, experts: ExpertsConfig, block: str) -> tuple[relax.V
     return ids, weights
 
 
-def mixed(g: Graph, x, ids, weights, experts: ExpertsConfig, block: str) -> relax.Var:
-    """The weighted sum of the experts `ids` of each row of x. Their stacks are <block>ffn_gate_exps and so on."""
+def adjugate(g: Graph, x, logits, ids, experts: ExpertsConfig, block: str) -> list:
+    """What the adjugate experts make of x, the sum of the experts `ids`; their weights are the probabilities of the
+    experts of the same numbers, as llama.cpp computes it, divided by their sum."""
+    of = experts.adjugate
+    assert of, "experts with adjugate ones"
+
+    def choose(ids):
+        return te.compute((g.m, of.used), lambda row, i: ids[row, i] // of.group, "adjugate")
+
+    def weigh(logits, ids):
+        def logit(row, i):
+            return logits[row, te.max(te.min(ids[row, i], experts.count - 1), 0)]
+
+        return te.compute((g.m, of.used), logit, "chosen_logits")
+
+    own = g.bb.emit_te(choose, ids, primfunc_name_hint="adjugate_experts")
+    weights = g.bb.emit(relax.op.nn.softmax(g.bb.emit_te(weigh, logits, own, primfunc_name_hint="adjugate_logits"), -1))
+    small = replace(experts, count=of.count, used=of.used, size=of.size, merged=False, adjugate=None)
+    y = mixed(g, x, own, weights, small, block, "chexps")
+    return [exchanges.terms_of(g, g.bb.emit(relax.op.multiply(y, relax.const(of.factor, "float32"))), y)]
+
+
+def mixed(g: Graph, x, ids, weights, experts: ExpertsConfig, block: str, suffix: str = "exps") -> relax.Var:
+    """The weighted sum of the experts `ids` of each row of x. Their stacks are <block>ffn_gate_<suffix> and so on."""
     of, m, k = _experts(g, experts), g.m, shape_of(x)[1]
     names = {"gate": "gate" if experts.gated else "up", "up": "up", "down": "down"}
-    stacks = {which: g.model.tensors[f"{block}ffn_{name}_exps.weight"] for which, name in names.items()}
-    weight = {which: g.weight(f"{block}ffn_{name}_exps.weight") for which, name in names.items()}
-    bias = {name: [g.vector(f"{block}ffn_{name}_exps.bias")] if experts.biases else [] for name in stacks}
+    stacks = {which: g.model.tensors[f"{block}ffn_{name}_{suffix}.weight"] for which, name in names.items()}
+    weight = {which: g.weight(f"{block}ffn_{name}_{suffix}.weight") for which, name in names.items()}
+    bias = {name: [g.vector(f"{block}ffn_{name}_{suffix}.bias")] if experts.biases else [] for name in stacks}
     size = stacks["up"].shape[1]
-    first, last = (chosen(g, name, ids) for name in factor_names(block))
+    first, last = (chosen(g, name, ids) if suffix == "exps" else None for name in factor_names(block))
     if experts.weigh_input:
         before, after = (
             [g.multiply(weights, first) if first is not None else weights],
@@ -61,7 +84,7 @@ def mixed(g: Graph, x, ids, weights, experts: ExpertsConfig, block: str) -> rela
         biases=experts.biases, layout_in="", layout="", shared=of["tile"] == 1 and shape_of(x)[0] == m,
     )  # fmt: skip
     h = g.emit(gate_up, [x, groups, weight["gate"], weight["up"], *bias["gate"], *bias["up"]])
-    name = f"{block}ffn_down_exps.weight"
+    name = f"{block}ffn_down_{suffix}.weight"
     down: Any = {"fmt": stacks["down"].format, "n": k, "k": size, "m": m, "bias": experts.biases, "layout": ""} | of
     inputs = [h, groups, weight["down"], *bias["down"]]
     if not pairs:

@@ -48,7 +48,7 @@ def attention(g: Graph, q, k, v, layer: int) -> relax.Var:
         )
     if rope := g.config.ropes.get(a.rope):
         table = g.parameters[f"{a.rope}.table"][0]
-        q, k = (_rotated(g, x, table, a.head_dim, rope) for x in (q, k))
+        q, k = (rotated(g, x, table, a.head_dim, rope) for x in (q, k))
     op = PackedAttention(
         heads=a.heads, kv_heads=a.kv_heads, d=a.head_dim, m=g.m, scale=a.scale, causal=causal, alibi=a.alibi,
         window=(a.window - 1 if causal else a.window // 2) if a.window else 0,
@@ -63,7 +63,7 @@ def _head_norms(g: Graph, x, heads: int, weight, a: AttentionConfig) -> relax.Va
     return g.bb.emit(OPS.reshape(normed, (g.m, heads * a.head_dim)))
 
 
-def _rotated(g: Graph, x, table, d: int, rope: RopeConfig) -> relax.Var:
+def rotated(g: Graph, x, table, d: int, rope: RopeConfig) -> relax.Var:
     """The first columns of each head rotated by the angles of the row's position."""
     half, last = rope.dim // 2, shape_of(x)[1] - 1
 

@@ -4,19 +4,34 @@ stream gets.
     short_conv  W_out (C * conv(B * X))     [B, C, X] = W_in h
     mamba2      W_out norm(scan(silu(conv(W_x h)), W_dt h) * silu(W_z h))
     delta_net   W_out (norm(delta(silu(conv(W_qkv h)))) * silu(W_gate h))
+    mamba       W_out (scan(silu(conv(W_x h)), softplus(W_dt ..)) * silu(W_z h))
+    linear_attention   W_out (norm(scan(silu(W_qkv h))) * sigmoid(W_gate h))
     channel_delta   W_out (norm(delta(silu(conv(W_q h, W_k h, W_v h)))) * sigmoid(W_g W_g' h))
 """
 
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mlc_amd.compiler.models.config import ChannelDeltaConfig, DeltaNetConfig, Mamba2Config, ShortConvConfig
+from tvm import relax
+
+from mlc_amd.compiler.models.recurrent_config import (
+    NORMS,
+    ChannelDeltaConfig,
+    DeltaNetConfig,
+    LinearAttentionConfig,
+    Mamba2Config,
+    MambaConfig,
+    ShortConvConfig,
+)
 from mlc_amd.schedules.operators import CausalConv, ChannelDecay, DeltaNet, SsmScan
+from mlc_amd.schedules.operators.layouts import padded
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.models.graph import Graph
+
+OPS: Any = relax.op
 
 
 def causal_conv(g: Graph, x: list, names: list[str], layer: int, gated: bool = False, act: str = ""):
@@ -62,9 +77,12 @@ def channel_delta(g: Graph, h, i: int) -> list:
     names = [f"attn_{which}" for which in "qkv"] + ["ssm_beta", "ssm_f_a", "ssm_g_a"]
     *qkv, beta, decay, gate = (g.linear(h, f"{block}{name}.weight") for name in names)
     x = causal_conv(g, qkv, [f"{block}ssm_conv1d_{which}" for which in "qkv"], i, act="silu")
-    decay, gate = (g.linear(y, f"{block}ssm_{which}_b.weight") for y, which in ((decay, "f"), (gate, "g")))
-    factors = [g.vector(block + name) for name in ("ssm_a", "ssm_dt.bias")]
-    decay = g.emit(ChannelDecay(heads=d.heads, d=d.head_dim, m=g.m), [decay, *factors])
+    if d.bound:
+        decay = bounded_decay(g, decay, d, block)
+    else:
+        decay, gate = (g.linear(y, f"{block}ssm_{which}_b.weight") for y, which in ((decay, "f"), (gate, "g")))
+        factors = [g.vector(block + name) for name in ("ssm_a", "ssm_dt.bias")]
+        decay = g.emit(ChannelDecay(heads=d.heads, d=d.head_dim, m=g.m), [decay, *factors])
     op = DeltaNet(
         key_heads=d.heads, value_heads=d.heads, d=d.head_dim, single=g.spec.single, m=g.m, grouped=False,
         eps=g.config.norm_eps, by_channel=True,
@@ -72,6 +90,15 @@ def channel_delta(g: Graph, h, i: int) -> list:
     y = g.run(op, [x, beta, decay], i, "delta")
     y = g.gate(y, gate, d.head_dim, norm=block + "ssm_norm.weight")
     return [g.linear(y, block + "attn_output.weight")]
+
+
+def bounded_decay(g: Graph, x, d: ChannelDeltaConfig, block: str):
+    """exp(bound * sigmoid(ssm_a * (x + ssm_dt))), of each column."""
+    x = g.bb.emit(OPS.add(g.columns(x, 0, d.columns), g.vector(block + "ssm_dt.bias", exact=True)))
+    factors = g.bb.emit(OPS.reshape(g.vector(block + "ssm_a", exact=True), (d.heads, 1)))
+    y = g.multiply(g.bb.emit(OPS.reshape(x, (g.m, d.heads, d.head_dim))), factors)
+    y = g.bb.emit(OPS.exp(g.scaled(g.bb.emit(OPS.sigmoid(y)), d.bound)))
+    return g.bb.emit(OPS.reshape(y, (g.m, d.columns)))
 
 
 def mamba2(g: Graph, h, i: int) -> list:
@@ -87,9 +114,55 @@ def mamba2(g: Graph, h, i: int) -> list:
     return [g.linear(y, block + "ssm_out.weight")]
 
 
+def mamba(g: Graph, h, i: int) -> list:
+    s, block = g.config.layers[i].mixer, f"blk.{i}."
+    assert isinstance(s, MambaConfig)
+    x, z = (g.linear(h, f"{block}ssm_in_{which}.weight") for which in "xz")
+    x = causal_conv(g, [x], [block + "ssm_conv1d"], i, act="silu")
+    made, sizes = g.linear(x, block + "ssm_x.weight"), {"dt": s.rank, "b": s.state, "c": s.state}
+    parts, first = {}, 0
+    for which in ("b", "c", "dt") if s.heads else ("dt", "b", "c"):
+        part = g.columns(made, first, sizes[which])
+        first += sizes[which]
+        if s.norms:
+            name = f"{block}ssm_{which}_norm{NORMS.get(s.norms, '')}"
+            weight = g.vector(name, exact=True) if s.norms in NORMS else g.ones(sizes[which])
+            part = g.bb.emit(OPS.nn.rms_norm(part, weight, -1, g.config.norm_eps))
+        parts[which] = part
+    rank, heads = g.model.tensors[block + "ssm_dt.weight"].shape[1], s.heads or 1
+    t = parts["dt"]
+    if rank > s.rank:
+        t = g.joined(t, g.bb.emit(OPS.zeros((g.m, rank - s.rank), "float32")))
+    dt = g.bb.emit(OPS.nn.softplus(g.linear(t, block + "ssm_dt.weight")))
+    joined = g.joined(g.joined(x, parts["b"]), parts["c"])
+    op = SsmScan(
+        heads=heads, d=s.inner // heads, size=s.state, groups=1, single=g.spec.single, m=g.m, given=True,
+        by_state=not s.heads,
+    )  # fmt: skip
+    y = g.run(op, [joined, z, dt, g.vector(block + "ssm_a"), g.vector(block + "ssm_d")], i, "ssm")
+    return [g.linear(y, block + "ssm_out.weight")]
+
+
+def linear_attention(g: Graph, h, i: int) -> list:
+    a, block = g.config.layers[i].mixer, f"blk.{i}."
+    assert isinstance(a, LinearAttentionConfig)
+    x = g.activation(g.linear(h, block + "attn_qkv.weight"), "silu")
+    steps = g.bb.emit(OPS.ones((g.m, padded(a.heads)), "float32"))
+    op = SsmScan(
+        heads=a.heads, d=a.head_dim, size=a.head_dim, groups=a.heads, single=g.spec.single, m=g.m, given=True,
+        gated=False,
+    )  # fmt: skip
+    y = g.run(op, [x, steps, g.vector(block + "attn_decay")], i, "ssm")
+    gate = g.linear(h, block + "attn_gate.weight")
+    y = g.gate(g.rms_norm(y, block + "attn_norm_2.weight"), gate, a.head_dim)
+    return [g.linear(y, block + "attn_output.weight")]
+
+
 MIXERS = {
     ShortConvConfig: short_conv,
     DeltaNetConfig: delta_net,
     ChannelDeltaConfig: channel_delta,
     Mamba2Config: mamba2,
+    MambaConfig: mamba,
+    LinearAttentionConfig: linear_attention,
 }

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 from mlc_amd.compiler.models import tensors as common
 from mlc_amd.compiler.models import transformer
-from mlc_amd.compiler.models.config import LayerConfig, ModelConfig, Shape
+from mlc_amd.compiler.models.config import LayerConfig, ModelConfig
 from mlc_amd.compiler.models.drafts import DRAFTS
 from mlc_amd.compiler.models.encoder_metadata import HEADS
 from mlc_amd.compiler.models.keys import Keys
-from mlc_amd.compiler.models.tensors import INPUT_SCALE, SCALE
+from mlc_amd.compiler.models.tensors import INPUT_SCALE, SCALE, Shape
 from mlc_amd.runtime.errors import shorten
 
 MOST_USED = "gemma3", "gpt-oss", "llama", "qwen3", "qwen35"  # for the message about others

@@ -14,6 +14,7 @@ from mlc_amd.compiler.models.config import ModelConfig, RopeConfig, attentions
 from mlc_amd.compiler.models.metadata import LOCAL_ROPE
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import RopeOptions
+from mlc_amd.schedules.operators import PackedAttention
 
 
 def position_table(config: ModelConfig, name: str, ctx: int, tensor: Callable[[str], np.ndarray]) -> np.ndarray:
@@ -30,6 +31,13 @@ def _temperatures(config: ModelConfig, ctx: int) -> np.ndarray:
     t = next(a.temperature for a in attentions(config) if a.temperature)
     steps = np.floor((np.arange(ctx, dtype=np.float64) + t.offset) / t.length)
     return (1.0 + t.scale * np.log1p(steps)).astype(np.float32)[:, None]
+
+
+def alibi_slopes(heads: int, largest: float) -> np.ndarray:
+    """float32 [heads]: what ALiBi subtracts from a head's score for each token between a row and a key."""
+    op = PackedAttention(heads=heads, kv_heads=heads, d=8, m=1, alibi=largest)
+    exponents = [op.exponent(head, lambda holds, a, b: a if holds else b) for head in range(heads)]
+    return np.exp2(np.array(exponents)).astype(np.float32)
 
 
 def with_options(config: ModelConfig, options: RopeOptions) -> ModelConfig:

@@ -17,14 +17,16 @@ from typing import Any
 from mlc_amd.compiler.gguf.tensor import Ranges, Tensor
 from mlc_amd.compiler.models.config import (
     AttentionConfig,
-    ChannelDeltaConfig,
-    DeltaNetConfig,
     ExpertsConfig,
     FeedForwardConfig,
     LayerConfig,
-    Mamba2Config,
     ModelConfig,
     SharedExpertConfig,
+)
+from mlc_amd.compiler.models.recurrent_config import (
+    ChannelDeltaConfig,
+    DeltaNetConfig,
+    Mamba2Config,
 )
 from mlc_amd.runtime.artifact.manifest import RANK
 from mlc_amd.schedules.formats import FORMATS
@@ -162,8 +164,7 @@ def _fits(cut: Cut, tensor: Tensor) -> bool:
 def _attention(a: AttentionConfig, own: Mapping[str, Tensor], gpus: int):
     if a.heads % gpus or a.row_norms or (a.kv_heads % gpus and gpus % a.kv_heads):
         return None
-    d = a.latent.value if a.latent else a.head_dim
-    output = _heads("columns", a.heads, d, gpus)
+    output = _heads("columns", a.heads, a.latent.value if a.latent else a.values, gpus)
     if not _fits(output, own["attn_output.weight"]):
         return None
     heads = a.heads // gpus
@@ -171,11 +172,18 @@ def _attention(a: AttentionConfig, own: Mapping[str, Tensor], gpus: int):
     if a.latent:
         stack = _heads("matrices", a.heads, 1, gpus)
         found |= {f"attn_{name}.weight": stack for name in ("q_nope", "q_rope", "k_b", "v_b")}
+        found["attn_gate.weight"] = _heads("rows", a.heads, 1 if a.head_gate else a.latent.value, gpus)
         return replace(a, heads=heads), found
-    q, kv = (_heads("rows", count, d, gpus) for count in (a.heads, a.kv_heads))
-    for which, cut in (("q", q), ("q_gate", q), ("k", kv), ("v", kv)):
+    q, k = (_heads("rows", count, a.head_dim, gpus) for count in (a.heads, a.kv_heads))
+    for which, cut in (("q", q), ("q_gate", q), ("k", k), ("v", _heads("rows", a.kv_heads, a.values, gpus))):
         found |= {f"attn_{which}.weight": cut, f"attn_{which}.bias": cut}
-    found["attn_sinks.weight"] = _heads("rows", a.heads, 1, gpus)
+    one = _heads("rows", a.heads, 1, gpus)
+    found |= dict.fromkeys(("attn_sinks.weight", "attn_slopes"), one)
+    if a.each_norm or a.head_factors:
+        own_norms = zip("qk", (a.heads, a.kv_heads), strict=True)
+        found |= {f"attn_{which}_norm.weight": _heads("rows", count, 1, gpus) for which, count in own_norms}
+    gate = one if a.head_gate else _heads("rows", a.heads, a.values, gpus)
+    found |= {"attn_gate.weight": gate, "attn_gate.bias": gate}
     return replace(a, heads=heads, kv_heads=max(a.kv_heads // gpus, 1)), found
 
 
@@ -207,7 +215,8 @@ def _channel_delta(d: ChannelDeltaConfig, own: Mapping[str, Tensor], gpus: int):
         return None
     rows, one = _heads("rows", d.heads, d.head_dim, gpus), _heads("rows", d.heads, 1, gpus)
     names = [f"{name}_{which}.weight" for name in ("attn", "ssm_conv1d") for which in "qkv"]
-    found = dict.fromkeys([*names, "ssm_f_b.weight", "ssm_g_b.weight", "ssm_dt.bias"], rows)
+    of = "a" if d.bound else "b"
+    found = dict.fromkeys([*names, f"ssm_f_{of}.weight", f"ssm_g_{of}.weight", "ssm_dt.bias"], rows)
     found |= {"ssm_beta.weight": one, "ssm_a": one, "attn_output.weight": output}
     return replace(d, heads=d.heads // gpus), found
 

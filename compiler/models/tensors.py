@@ -5,27 +5,23 @@ Shapes are (columns,), (rows, columns) or (experts, rows, columns), rows = outpu
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
+from mlc_amd.compiler.models import recurrent_tensors
 from mlc_amd.compiler.models.config import (
+    BARE,
     AttentionConfig,
-    ChannelDeltaConfig,
-    DeltaNetConfig,
     ExpertsConfig,
     FeedForwardConfig,
     LatentConfig,
     LayerConfig,
-    Mamba2Config,
     ModelConfig,
     Norms,
-    Shape,
-    ShortConvConfig,
 )
 from mlc_amd.compiler.models.draft_config import PredictorConfig
 from mlc_amd.compiler.models.encoder_config import EncoderConfig
-
-BLOCK = 32  # rows and columns of the matrices of feed-forward blocks come in so many
-Listed = Iterator[tuple[bool, str, Shape]]  # whether the model has it, name within the layer, shape
+from mlc_amd.compiler.models.recurrent_tensors import BLOCK, Listed, Part, Shape
 
 
 def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
@@ -36,6 +32,8 @@ def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
         name: rope.dim for rope in c.ropes.values() for name in (rope.factors, rope.long_factors) if name
     }.items():
         yield name, (dim // 2,)
+    if c.embedding_norm not in ("", BARE):
+        yield from _norm(c, c.embedding_norm)
     if c.positions:
         yield "position_embd.weight", (c.positions, c.hidden)
     if c.encoder:
@@ -66,6 +64,8 @@ def layer_tensors(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str
     yield from _norms(config, layer.feed_forward_norms, "before")
     yield from _present(_experts(config.hidden, f) if isinstance(f, ExpertsConfig) else _feed_forward(config.hidden, f))
     yield from _norms(config, layer.feed_forward_norms, "after", "joined", "again")
+    if layer.skip:
+        yield "layer_output_scale.weight", (1,)
 
 
 def optional(name: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
@@ -128,10 +128,18 @@ def _latent(hidden: int, a: AttentionConfig, of: LatentConfig) -> Listed:
     yield not of.query_rank, "attn_q.weight", (queries, hidden)
     yield True, "attn_kv_a_mqa.weight", (of.rank + rotating, hidden)
     yield True, "attn_kv_a_norm.weight", (of.rank,)
-    yield not of.merged, "attn_k_b.weight", (a.heads, of.rank, of.nope)
+    yield of.key_norm, "attn_k_norm.weight", (rotating,)
+    yield bool(a.own_gate), "attn_gate.weight", (a.heads if a.head_gate else a.heads * of.value, hidden)
+    yield not of.merged and of.nope > 0, "attn_k_b.weight", (a.heads, of.rank, of.nope)
     yield not of.merged, "attn_v_b.weight", (a.heads, of.value, of.rank)
     yield of.merged, "attn_kv_b.weight", (a.heads * (of.nope + of.value), of.rank)
     yield True, "attn_output.weight", (hidden, a.heads * of.value)
+    if (i := a.indexer) and i.own:
+        yield True, "indexer.k_norm.weight", (i.dim,)
+        yield True, "indexer.k_norm.bias", (i.dim,)
+        yield True, "indexer.proj.weight", (i.heads, hidden)
+        yield True, "indexer.attn_k.weight", (i.dim, hidden)
+        yield True, "indexer.attn_q_b.weight", (i.heads * i.dim, of.query_rank)
 
 
 def _attention(hidden: int, a: AttentionConfig) -> Listed:
@@ -139,11 +147,12 @@ def _attention(hidden: int, a: AttentionConfig) -> Listed:
         yield from _latent(hidden, a, a.latent)
         return
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    values = a.kv_heads * a.values
     if a.merged_qkv:
-        yield True, "attn_qkv.weight", (q + 2 * kv, hidden)
+        yield True, "attn_qkv.weight", (q + kv + values, hidden)
     else:
         own = a.kv_layer is None
-        for which, rows, present in (("q", q, True), ("k", kv, own), ("v", kv, own and not a.value_is_key)):
+        for which, rows, present in (("q", q, True), ("k", kv, own), ("v", values, own and not a.value_is_key)):
             both = which == "q" and a.output_gate
             yield present, f"attn_{which}.weight", (rows * (2 if both else 1), hidden)
     yield bool(a.own_gate), "attn_gate.weight", (a.heads if a.head_gate else q, hidden)
@@ -151,69 +160,25 @@ def _attention(hidden: int, a: AttentionConfig) -> Listed:
         norm = rows if a.row_norms else a.head_dim
         present = which == "q" or a.kv_layer is None
         yield present and (a.row_norms or (a.head_norms and a.norm_weights)), f"attn_{which}_norm.weight", (norm,)
-        yield a.each_norm, f"attn_{which}_norm.weight", (rows // a.head_dim, a.head_dim)
+        yield bool(a.each_norm), f"attn_{which}_norm.weight", (rows // a.head_dim, a.head_dim)
+    yield a.head_factors, "attn_q_norm.weight", (a.heads, 1)
+    if i := a.indexer:
+        yield True, "indexer.q_proj.weight", (i.heads * i.dim, hidden)
+        yield True, "indexer.k_proj.weight", (i.dim, hidden)
+        yield True, "indexer.q_norm.weight", (i.dim,)
+        yield True, "indexer.k_norm.weight", (i.dim,)
     yield a.sinks, "attn_sinks.weight", (a.heads,)
-    yield True, "attn_output.weight", (hidden, q)
+    yield True, "attn_output.weight", (hidden, a.heads * a.values)
 
 
-def _mamba2(hidden: int, s: Mamba2Config) -> Listed:
-    yield True, "ssm_in.weight", (s.inner + s.channels + s.heads, hidden)
-    yield True, "ssm_conv1d.weight", (s.channels, s.taps)
-    yield True, "ssm_conv1d.bias", (s.channels,)
-    yield True, "ssm_dt.bias", (s.heads,)
-    yield True, "ssm_a", (s.heads, 1)
-    yield True, "ssm_d", (s.heads, 1)
-    yield s.norm_eps > 0, "ssm_norm.weight", (s.groups, s.inner // s.groups)
-    yield True, "ssm_out.weight", (hidden, s.inner)
-
-
-def _short_conv(hidden: int, c: ShortConvConfig) -> Listed:
-    yield True, "shortconv.conv.weight", (hidden, c.taps)
-    yield True, "shortconv.in_proj.weight", (3 * hidden, hidden)
-    yield True, "shortconv.out_proj.weight", (hidden, hidden)
-
-
-def _delta_net(hidden: int, d: DeltaNetConfig) -> Listed:
-    yield d.merged_inputs, "ssm_in.weight", (d.channels + d.values, hidden)
-    yield not d.merged_inputs, "attn_qkv.weight", (d.channels, hidden)
-    yield not d.merged_inputs, "attn_gate.weight", (d.values, hidden)
-    yield True, "ssm_conv1d.weight", (d.channels, d.taps)
-    yield d.merged_gates, "ssm_ba.weight", (2 * d.value_heads, hidden)
-    yield not d.merged_gates, "ssm_beta.weight", (d.value_heads, hidden)
-    yield not d.merged_gates, "ssm_alpha.weight", (d.value_heads, hidden)
-    yield True, "ssm_dt.bias", (d.value_heads,)
-    yield True, "ssm_a", (d.value_heads,)
-    yield True, "ssm_norm.weight", (d.head_dim,)
-    yield True, "ssm_out.weight", (hidden, d.values)
-
-
-def _channel_delta(hidden: int, d: ChannelDeltaConfig) -> Listed:
-    for which in "qkv":
-        yield True, f"attn_{which}.weight", (d.columns, hidden)
-        yield True, f"ssm_conv1d_{which}.weight", (d.columns, d.taps)
-    for which in "fg":
-        yield True, f"ssm_{which}_a.weight", (d.head_dim, hidden)
-        yield True, f"ssm_{which}_b.weight", (d.columns, d.head_dim)
-    yield True, "ssm_beta.weight", (d.heads, hidden)
-    yield True, "ssm_dt.bias", (d.columns,)
-    yield True, "ssm_a", (d.heads, 1)
-    yield True, "ssm_norm.weight", (d.head_dim,)
-    yield True, "attn_output.weight", (hidden, d.columns)
-
-
-_MIXERS: dict[type, Callable[[int, Any], Listed]] = {
-    AttentionConfig: _attention,
-    ShortConvConfig: _short_conv,
-    DeltaNetConfig: _delta_net,
-    ChannelDeltaConfig: _channel_delta,
-    Mamba2Config: _mamba2,
-}
+_MIXERS: dict[type, Callable[[int, Any], Listed]] = {AttentionConfig: _attention, **recurrent_tensors.TENSORS}
 
 
 def _feed_forward(hidden: int, f: FeedForwardConfig) -> Listed:
     yield f.gated and not f.merged, "ffn_gate.weight", (f.size, hidden)
     yield True, "ffn_up.weight", (f.size * (2 if f.merged else 1), hidden)
     yield True, "ffn_down.weight", (hidden, f.size)
+    yield f.divided, "ffn.act.scales", (f.size,)
 
 
 def _predictor(c: ModelConfig, p: PredictorConfig) -> Listed:
@@ -237,6 +202,10 @@ def _experts(hidden: int, e: ExpertsConfig) -> Listed:
         yield e.biases, f"ffn_{name}_exps.bias", (e.count, e.size)
     yield True, "ffn_down_exps.weight", (e.count, columns, e.size)
     yield e.biases, "ffn_down_exps.bias", (e.count, hidden)
+    if of := e.adjugate:
+        yield True, "ffn_gate_chexps.weight", (of.count, of.size, hidden)
+        yield True, "ffn_up_chexps.weight", (of.count, of.size, hidden)
+        yield True, "ffn_down_chexps.weight", (of.count, hidden, of.size)
     if s := e.shared:
         yield s.gated_output, "ffn_gate_inp_shexp.weight", (hidden,)
         yield s.gated and not s.merged, f"ffn_gate{s.suffix}.weight", (s.size, hidden)
@@ -260,24 +229,6 @@ def is_vector(name: str, shape: Shape) -> bool:
     return len(shape) == 1 or name.endswith((".bias", *CONVOLUTIONS, *STATE_SPACE, *HEAD_NORMS))
 
 
-class Part(NamedTuple):
-    """A tensor that the graph uses, made of rows of one in the file: `first`.. (of each expert, of each head).
-
-    pieces: instead of `first`, the source is so many `groups` of rows alike, and the part is, one piece after the
-    other, the rows first .. first + count of each group. transposed: the rows become columns.
-    filled: the shape with zeros at the end of rows and columns; (): there are none.
-    """
-
-    name: str
-    source: str
-    first: int
-    shape: Shape
-    groups: int = 0
-    pieces: tuple[tuple[int, int], ...] = ()
-    transposed: bool = False
-    filled: Shape = ()
-
-
 def merged_parts(config: ModelConfig) -> Iterator[Part]:
     """The parts that replace merged tensors."""
     for i, layer in enumerate(config.layers):
@@ -292,10 +243,12 @@ def _attention_parts(hidden: int, a: AttentionConfig) -> Iterator[Part]:
     if of := a.latent:
         rotating = a.head_dim - of.rank
         source, columns = ("attn_q_b.weight", of.query_rank) if of.query_rank else ("attn_q.weight", hidden)
-        yield Part("attn_q_nope.weight", source, 0, (a.heads, of.nope, columns))
+        if of.nope:
+            yield Part("attn_q_nope.weight", source, 0, (a.heads, of.nope, columns))
         yield Part("attn_q_rope.weight", source, of.nope, (a.heads, rotating, columns))
         if of.merged:
-            yield Part("attn_k_b.weight", "attn_kv_b.weight", 0, (a.heads, of.rank, of.nope), transposed=True)
+            if of.nope:
+                yield Part("attn_k_b.weight", "attn_kv_b.weight", 0, (a.heads, of.rank, of.nope), transposed=True)
             yield Part("attn_v_b.weight", "attn_kv_b.weight", of.nope, (a.heads, of.value, of.rank))
     if a.output_gate:
         rows, source = a.heads * a.head_dim, "attn_q.weight"
@@ -303,50 +256,22 @@ def _attention_parts(hidden: int, a: AttentionConfig) -> Iterator[Part]:
             yield Part(name, source, 0, (rows, hidden), a.heads, ((first, a.head_dim),))
     if a.merged_qkv:
         q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-        for which, first, rows in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
+        for which, first, rows in (("q", 0, q), ("k", q, kv), ("v", q + kv, a.kv_heads * a.values)):
             yield Part(f"attn_{which}.weight", "attn_qkv.weight", first, (rows, hidden))
 
 
-def _delta_parts(hidden: int, d: DeltaNetConfig) -> Iterator[Part]:
-    each, size = d.value_heads // d.key_heads, d.head_dim
-    if d.merged_inputs:
-        qkv, gate = ((0, size), (size, size), (2 * size, each * size)), (((2 + each) * size, each * size),)
-        yield Part("attn_qkv.weight", "ssm_in.weight", 0, (d.channels, hidden), d.key_heads, qkv)
-        yield Part("attn_gate.weight", "ssm_in.weight", 0, (d.values, hidden), d.key_heads, gate)
-    if d.merged_gates:
-        for name, first in (("ssm_beta.weight", 0), ("ssm_alpha.weight", each)):
-            yield Part(name, "ssm_ba.weight", 0, (d.value_heads, hidden), d.key_heads, ((first, each),))
-
-
-def _channel_delta_parts(hidden: int, d: ChannelDeltaConfig) -> Iterator[Part]:
-    """With zeros where what is between two matrices is no whole number of blocks."""
-    filled = -(-d.head_dim // BLOCK) * BLOCK
-    if filled == d.head_dim:
-        return
-    for name in ("ssm_f_a.weight", "ssm_g_a.weight"):
-        yield Part(name, name, 0, (d.head_dim, hidden), filled=(filled, hidden))
-    for name in ("ssm_f_b.weight", "ssm_g_b.weight"):
-        yield Part(name, name, 0, (d.columns, d.head_dim), filled=(d.columns, filled))
-
-
-def _mamba2_parts(hidden: int, s: Mamba2Config) -> Iterator[Part]:
-    first = 0
-    for which, rows in (("z", s.inner), ("x", s.channels), ("dt", s.heads)):
-        yield Part(f"ssm_in_{which}.weight", "ssm_in.weight", first, (rows, hidden))
-        first += rows
-
-
 _MIXER_PARTS: dict[type, Callable[[int, Any], Iterator[Part]]] = {
-    AttentionConfig: _attention_parts,
-    DeltaNetConfig: _delta_parts,
-    ChannelDeltaConfig: _channel_delta_parts,
-    Mamba2Config: _mamba2_parts,
-}
+    AttentionConfig: _attention_parts, **recurrent_tensors.PARTS,
+}  # fmt: skip
 
 
 def _block_parts(hidden: int, f: FeedForwardConfig | ExpertsConfig | None) -> Iterator[Part]:
     if isinstance(f, ExpertsConfig):
         yield from _parts_of(f, (f.count,), f.latent or hidden, "ffn_{}_exps.weight", "ffn_gate_up_exps.weight")
+        if f.adjugate:
+            yield from _parts_of(
+                replace(f, size=f.adjugate.size, merged=False), (f.adjugate.count,), hidden, "ffn_{}_chexps.weight"
+            )
         if f.shared:
             name = f"ffn_{{}}{f.shared.suffix}.weight"
             yield from _parts_of(f.shared, (), hidden, name, name.format("up"))

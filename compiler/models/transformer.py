@@ -14,9 +14,11 @@ Everything follows the `ModelConfig` that an architecture's function makes.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mlc_amd.compiler.models import decoder_parts, exchanges, images, packed, recurrent
+from tvm import relax
+
+from mlc_amd.compiler.models import decoder_parts, exchanges, images, indexers, packed, recurrent
 from mlc_amd.compiler.models import mixture as mixture_graph
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LatentConfig, LayerConfig, Norms
 from mlc_amd.runtime.artifact.io_names import DRAFTED
@@ -25,10 +27,13 @@ from mlc_amd.schedules.operators.layouts import padded
 if TYPE_CHECKING:
     from mlc_amd.compiler.models.graph import Graph
 
+OPS: Any = relax.op
+
 
 def decoder(g: Graph):
     """The whole model: logits of the rows that the function answers."""
-    return logits(g, layers(g, decoder_parts.embedding(g, images.inputs(g))))
+    g.input = decoder_parts.embedding(g, images.inputs(g))
+    return logits(g, layers(g, g.input))
 
 
 def layers(g: Graph, x):
@@ -50,7 +55,11 @@ def decoder_layer(g: Graph, x, i: int, layer: LayerConfig):
         x = residual_block(g, x, i, layer.mixer_norms, mixer)
     if f:
         x = residual_block(g, x, i, layer.feed_forward_norms, partial(feed_forward, router=early))
-    return add_all(g, x, mixture(g, g.norm(given, f"blk.{i}.{layer.experts_norm}"), i, beside)) if beside else x
+    if beside:
+        x = add_all(g, x, mixture(g, g.norm(given, f"blk.{i}.{layer.experts_norm}"), i, beside))
+    if layer.skip:
+        x = g.add(x, g.multiply(g.input, g.number(f"blk.{i}.layer_output_scale.weight")))
+    return x
 
 
 def router_of(g: Graph, h, i: int):
@@ -61,7 +70,11 @@ def router_of(g: Graph, h, i: int):
 def residual_block(g: Graph, x, i: int, norms: Norms, block):
     """x + after(block(before(x))) of layer i, and norms of that sum; `norms` names the weights, "" stands for no norm.
     block: returns terms, whose sum is its result."""
-    terms = block(g, g.norm(x, f"blk.{i}.{norms.before}") if norms.before else x, i)
+    h = g.norm(x, f"blk.{i}.{norms.before}") if norms.before else x
+    terms = block(g, h, i)
+    if norms.factor != 1.0:
+        terms = [decoder_parts.scaled_term(g, term, norms.factor) for term in terms]
+    x = g.scaled(h, norms.residual) if norms.residual else x
     if norms.after:
         terms = [g.norm(add_all(g, terms[0], terms[1:]), f"blk.{i}.{norms.after}", eps=norms.after_eps)]
     y = add_all(g, x, terms)
@@ -101,7 +114,9 @@ def attention(g: Graph, h, i: int) -> list:
         q, k = (g.norm(x, f"{block}attn_{which}_norm") for x, which in ((q, "q"), (k, "k")))
     if a.each_norm:
         q, k = (decoder_parts.each_norm(g, x, f"{block}attn_{which}_norm", a) for x, which in ((q, "q"), (k, "k")))
-    y = g.attention(q, k, v, i)
+    if a.head_factors:
+        q, k = (decoder_parts.bare_norm(g, x, a, name) for x, name in ((q, f"{block}attn_q_norm.weight"), (k, "")))
+    y = g.attention(q, k, v, i) if g.config.encoder else decoder_parts.attended(g, q, k, v, i)
     if a.output_gate:
         y = g.gate(y, g.linear(h, block + "attn_q_gate.weight"), a.head_dim)
     if a.own_gate:
@@ -111,13 +126,22 @@ def attention(g: Graph, h, i: int) -> list:
 
 def latent_attention(g: Graph, h, i: int, latent: LatentConfig) -> list:
     """Attention of keys and values that are one compressed vector a token: `LatentConfig` has the formula."""
-    block, x = f"blk.{i}.", h
+    block, x, a = f"blk.{i}.", h, g.config.layers[i].attention
+    assert a, "a layer with attention"
     if latent.query_rank:
         x = g.rms_norm(g.linear(h, block + "attn_q_a.weight"), block + "attn_q_a_norm.weight")
-    q, rotating = (g.linear(x, f"{block}attn_q_{part}.weight") for part in ("nope", "rope"))
-    key = g.linear(h, block + "attn_kv_a_mqa.weight")
-    y = g.latent_attention(g.head_linear(q, block + "attn_k_b.weight"), rotating, key, i)
-    return [g.linear(g.head_linear(y, block + "attn_v_b.weight"), block + "attn_output.weight")]
+    rotating, key = g.linear(x, f"{block}attn_q_rope.weight"), g.linear(h, block + "attn_kv_a_mqa.weight")
+    if latent.nope:
+        q = g.head_linear(g.linear(x, f"{block}attn_q_nope.weight"), block + "attn_k_b.weight")
+    else:
+        q = g.bb.emit(OPS.zeros((g.m, latent.rank * a.heads), "float32"))
+    if latent.key_norm:
+        key = decoder_parts.normed_end(g, key, latent.rank, block + "attn_k_norm.weight")
+    y = g.latent_attention(q, rotating, key, i, indexers.selected(g, h, x, i))
+    y = g.head_linear(y, block + "attn_v_b.weight")
+    if a.own_gate:
+        y = decoder_parts.gated(g, y, g.linear(h, block + "attn_gate.weight"), a)
+    return [g.linear(y, block + "attn_output.weight")]
 
 
 MIXERS = {AttentionConfig: attention, **recurrent.MIXERS}
@@ -129,17 +153,21 @@ def feed_forward(g: Graph, h, i: int, router=None) -> list:
     return (
         mixture(g, h, i, f, router)
         if isinstance(f, ExpertsConfig)
-        else [dense(g, h, f"blk.{i}.ffn_{{}}", f.act, f.gated)]
+        else [dense(g, h, f"blk.{i}.ffn_{{}}", f.act, f.gated, f"blk.{i}.ffn.act.scales" if f.divided else "")]
     )
 
 
-def dense(g: Graph, h, name: str, act: str, gated: bool = True):
-    """A dense feed-forward block. name: of its matrices, with {} for gate, up and down."""
+def dense(g: Graph, h, name: str, act: str, gated: bool = True, divisor: str = ""):
+    """A dense feed-forward block. name: of its matrices, with {} for gate, up and down. divisor: of the columns before
+    down."""
     up = g.linear(h, name.format("up") + ".weight", scaled_bias=True)
     if gated:
-        y = g.multiply(g.activation(g.linear(h, name.format("gate") + ".weight", scaled_bias=True), act), up)
+        gate = g.linear(h, name.format("gate") + ".weight", scaled_bias=True)
+        y = g.multiply(*decoder_parts.activated(g, gate, up, act))
     else:
         y = packed.activate(g, up, act) if g.config.encoder else g.activation(up, act)
+    if divisor:
+        y = g.bb.emit(OPS.divide(y, g.vector(divisor, exact=True)))
     return g.linear(y, name.format("down") + ".weight", scaled_bias=True)
 
 
@@ -157,6 +185,9 @@ def mixture(g: Graph, h, i: int, e: ExpertsConfig, router=None) -> list:
     if router is None:
         router = router_of(g, h, i)
     ids, weights = mixture_graph.route(g, router, e, block)
+    if e.adjugate:
+        y = exchanges.whole(g, mixture_graph.mixed(g, h, ids, weights, e, block))
+        return [*terms, y, *mixture_graph.adjugate(g, y, router, ids, e, block)]
     if e.latent:
         y = mixture_graph.mixed(g, g.linear(h, block + "ffn_latent_down.weight"), ids, weights, e, block)
         return [*terms, g.linear(y, block + "ffn_latent_up.weight")]

@@ -90,7 +90,7 @@ class ManifestModel(TypedDict):
     norm_weights: bool
     positions: _Count
     embedding_scale: float
-    embedding_norm: bool
+    embedding_norm: str
     logit_scale: float
     logit_softcap: float
     layer_embedding: _Count

@@ -13,6 +13,7 @@ from mlc_amd.schedules.operators.experts import (
     NormRoute,
     Route,
 )
+from mlc_amd.schedules.operators.indexer import SelectedAttention, SelectKeys
 from mlc_amd.schedules.operators.linear import (
     Embed,
     GateUp,
@@ -65,6 +66,8 @@ __all__ = [
     "RopeKvWrite",
     "Route",
     "Sample",
+    "SelectKeys",
+    "SelectedAttention",
     "SsmScan",
     "costs",
     "from_json",

@@ -29,6 +29,8 @@ GATINGS = (
     "sigmoid",  # of each logit
     "softmax_used",  # the logits choose, softmax over the chosen ones
 )
+# In front of a limit: up is between -limit and limit, and SiLU's argument, or else its result, at most the limit
+LIMITED, CUT = "silu_max_", "silu_cut_"
 _CHOICE = Slot("output", ("Ids", "Weights"))
 _GROUPS = Slot("input", ("Groups",), slots=True)
 MIN_SUM = 6.103515625e-5  # lower bound of the sum that weights are divided by: llama.cpp (float16's smallest normal)
@@ -53,6 +55,12 @@ class Experts:
     def groups(self, m: int) -> int:
         """Entries of `Groups`."""
         return self.tiles(m) + 2 * self.count + 1
+
+
+def limit_of(act: str) -> tuple[float, bool]:
+    """The limit of an activation that has one, else 0; whether it is SiLU's result that is limited."""
+    kind = next((kind for kind in (LIMITED, CUT) if act.startswith(kind)), "")
+    return (float(act.removeprefix(kind)), kind == CUT) if kind else (0.0, False)
 
 
 # ---- the operators

@@ -116,12 +116,16 @@ class DeltaNet(Mixer, name="delta_net", sizes="{0.key_heads}x{0.value_heads}x{0.
 
 @dataclass(frozen=True, kw_only=True)
 class SsmScan(Mixer, name="ssm_scan", sizes="{0.heads}x{0.d}x{0.size}"):
-    """Mamba-2: (rows, cells, x, z, t, a, d, bias, states). d: columns of x of a head; size: of B and C.
+    """Mamba-2: (rows, cells, x, [z], t, a, [d], [bias], states). d: columns of x of a head; size: of B and C.
 
         dt = softplus(t + bias);  S *= exp(a * dt);  S += dt * x B^T;  y = (S C + D * x) * silu(z)
 
+    given: t is dt itself, without a bias. gated: with z and D; else y = S C. by_state: each column of x has its own t
+    and D, and a number of a for each of B, as Mamba-1 (one head has all columns).
+
     float32: x [m, x of all heads, B and C of all groups], z [m, heads * d, padded], t [m, heads, padded], a, d and bias
-    [heads, padded], states [cells, heads, d * size] on the GPU; on the CPU S is transposed.
+    [heads, padded] (by_state: t [m, d], a [d * size], d [d]), states [cells, heads, d * size] on the GPU; on the CPU S
+    is transposed.
     """
 
     heads: int
@@ -130,9 +134,13 @@ class SsmScan(Mixer, name="ssm_scan", sizes="{0.heads}x{0.d}x{0.size}"):
     groups: int
     single: int
     m: int
+    given: bool = False
+    gated: bool = True
+    by_state: bool = False
 
     def own(self) -> Iterator[Slot]:
-        yield from (Slot("input", ("X", "Z", "Dt")), Slot("weight", ("A", "D", "Bias")))
+        yield Slot("input", ("X", "Z", "Dt") if self.gated else ("X", "Dt"))
+        yield Slot("weight", ("A", *(["D"] if self.gated else []), *([] if self.given else ["Bias"])))
 
     @property
     def columns(self) -> int:

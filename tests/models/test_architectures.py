@@ -11,6 +11,7 @@ import architectures
 import encoders
 import numpy as np
 import pytest
+import vulkan_harness
 from samples import sample
 
 from mlc_amd.compiler.gguf import GGUFModel
@@ -24,12 +25,14 @@ from tests.dev.quality import kl_divergence
 EXACT = architectures.exact()
 IDS, POSITIONS = EXACT["ids"], EXACT["positions"]
 MAX_KL = 2e-5  # nats
+MAX_GPU_KL, MAX_GPU_CHANGE = 2e-4, 5e-3
 MAX_CHANGE = 2e-3  # of the logits' range, however the tokens come
 
 
 # Of decoders that are others put together anew, those with a part of their own
 PARTS = {
-    "afmoe", "arctic", "cohere2moe", "dbrx", "deci", "falcon", "gpt2", "hy_v3", "laguna", "muse-glimmer", "olmo",
+    "afmoe", "arctic", "bloom", "cohere2moe",
+    "dbrx", "deci", "deepseek32", "falcon", "gpt2", "hy_v3", "laguna", "mamba", "minimax-01", "muse-glimmer", "olmo",
     "openelm", "plamo3", "smallthinker", "stablelm",
 }  # fmt: skip
 KEPT = [name for name in architectures.MODELS if name not in architectures.LLAMACPP or name in PARTS]
@@ -47,6 +50,26 @@ def test_logits(tmp_path, name):
     found |= {i: engine.decode(int(IDS[i])) for i in range(37, len(IDS))}
     change = np.abs(np.stack(list(found.values())) - logits[list(found)]).max()
     assert change < MAX_CHANGE * (logits.max() - logits.min())
+
+
+# with operators, or parts of them, that others do not have
+ON_GPUS = "bailingmoe3", "bloom", "deepseek32", "dots3note", "grovemoe", "mamba", "maple", "mimo2", "minimax-01"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_on_a_vulkan_device(tmp_path, name):
+    """As `test_logits`."""
+    vulkan_harness.gpu()
+    options = CompileOptions(target="vulkan", arch="auto", ctx=128, tuned="none")
+    compile_model(architectures.tiny(name), tmp_path / "model", options)
+    with Engine.load(tmp_path / "model") as engine:
+        logits = engine.score(IDS)
+        assert kl_divergence(EXACT[name], logits[POSITIONS]) < MAX_GPU_KL
+        engine.truncate(10)
+        later = engine.prefill(IDS[10:50]), *(engine.decode(int(i)) for i in IDS[50:])
+        change = np.abs(np.stack(later) - logits[49:]).max()
+        assert change < MAX_GPU_CHANGE * (logits.max() - logits.min())
 
 
 def test_every_architecture_is_tested():

@@ -23,14 +23,14 @@ IDS = np.random.default_rng(3).integers(0, 1024, 120)
 PROMPTS = [IDS[7 * i : 12 * i + 5].tolist() for i in range(9)]
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory):
+@pytest.fixture(scope="module", params=["deepseek2", pytest.param("deepseek32", marks=pytest.mark.full)])
+def engine(request, tmp_path_factory):
     """With integer weights, whose products do not depend on how many rows a step has; without experts, for which LLVM
     would take most of the time."""
-    out, (keys, _) = tmp_path_factory.mktemp("latent") / "model", architectures.MODELS["deepseek2"]
+    out, (keys, _) = tmp_path_factory.mktemp("latent") / "model", architectures.MODELS[request.param]
     dense = {name: of for name, of in keys.items() if "expert" not in name}
     model = synthetic(
-        "tiny-qwen2:q8_0", keys={"general.architecture": "deepseek2"} | dense | {"leading_dense_block_count": 2}
+        "tiny-qwen2:q8_0", keys={"general.architecture": request.param} | dense | {"leading_dense_block_count": 2}
     )
     compile_model(model, out, CompileOptions(target="cpu", ctx=CONTEXT, tuned="none"))
     with Engine.load(out) as loaded:

@@ -162,7 +162,7 @@ def test_steps_that_begin_ahead_in_the_emulator(rocm, emulator, arch, options, m
 
 ARCHITECTURES = (
     "llama", "qwen3", "qwen3moe", "gpt-oss", "gemma3", "gemma4", "deepseek2", "kimi-linear", "lfm2", "qwen35",
-    "granitehybrid",
+    "granitehybrid", "bloom", "deepseek32", "mamba", "minimax-01",
 )  # fmt: skip
 
 

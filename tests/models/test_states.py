@@ -20,8 +20,8 @@ CONTEXT, MAX_CHANGE = 512, 2e-3  # tokens; share of the logits' range
 IDS = np.random.default_rng(3).integers(0, 1024, 400)
 PROMPTS = [IDS[7 * i : 12 * i + 5].tolist() for i in range(9)]
 QUICK = [("qwen35", "cpu"), ("mamba2", "cpu")]
-CASES = [*QUICK, *((name, "cpu") for name in ("lfm2", "falcon-h1", "nemotron_h", "kimi-linear"))]
-CASES += [(name, "vulkan") for name in ("qwen35", "falcon-h1", "kimi-linear")]
+CASES = [*QUICK, *((name, "cpu") for name in ("lfm2", "falcon-h1", "nemotron_h", "kimi-linear", "mamba", "minimax-01"))]
+CASES += [(name, "vulkan") for name in ("qwen35", "falcon-h1", "kimi-linear", "mamba", "minimax-01")]
 
 
 @pytest.fixture(scope="module", params=sample([(case,) for case in CASES], [(case,) for case in QUICK]), ids="-".join)

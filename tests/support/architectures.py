@@ -189,13 +189,35 @@ _WINDOWS = {"attention.sliding_window": 24, "block_count": 4}
 _ALTERNATING = {"attention.sliding_window_pattern": [1, 0, 1, 0]}
 _SELECTION = _biases("exp_probs_b")
 _QKV = ("blk.*.attn_qkv.weight",)
+_INDEXED = _SHARED | {
+    "attention.head_count_kv": 1, "attention.q_lora_rank": 96, "attention.kv_lora_rank": 64, "rope.dimension_count": 32,
+    "attention.key_length": 96, "attention.value_length": 64, "attention.key_length_mla": 96,
+    "attention.value_length_mla": 48, "attention.indexer.head_count": 16, "attention.indexer.key_length": 64,
+    "attention.indexer.top_k": 16, "expert_weights_norm": True,
+}  # fmt: skip
+_MAMBA = {
+    "ssm.inner_size": 512, "ssm.state_size": 32, "ssm.time_step_rank": 24, "ssm.group_count": 0, "ssm.conv_kernel": 4,
+}  # fmt: skip
 _PARTIAL = {"rope.dimension_count": 32}
 LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "afmoe": (_SHARED | _WINDOWS | {"expert_weights_norm": True}, _SELECTION),
     "arcee": ({}, ()),
     "arctic": (EXPERTS | {"feed_forward_length": 64}, ()),
+    "baichuan": ({}, ("output.weight",)),
     "bailingmoe": (_SHARED | {"expert_used_count": 3}, ("output.weight",)),
     "bailingmoe2": (_SHARED | {"expert_weights_norm": True}, ("output.weight", "blk.*.attn_qkv.weight", *_SELECTION)),
+    "bailingmoe3": (
+        _SHARED | {"block_count": 3, "attention.head_count_kv": [0, 1, 0], "kda.head_dim": 32, "ssm.conv_kernel": 4}
+        | {"kda.gate_lower_bound": -5.0, "rope.dimension_count": 32, "attention.kv_lora_rank": 64}
+        | {"attention.q_lora_rank": 96, "attention.key_length": 96, "attention.value_length": 64}
+        | {"attention.key_length_mla": 64, "attention.value_length_mla": 32, "expert_weights_norm": True}
+        | {"swiglu_clamp_exp": [0.0, 0.5, 0.25], "swiglu_clamp_shexp": [0.5, 0.25, 0.0]},
+        ("output.weight", *_SELECTION),
+    ),
+    "bloom": (
+        {"attention.head_count": 6, "attention.head_count_kv": 6, "embedding_length": 384, "attention.key_length": 64},
+        (*_QKV, "blk.*.attn_qkv.bias", "token_embd_norm.bias", *_LAYER_NORM_BIAS, *_UNGATED_BIAS),
+    ),
     "chatglm": (_PARTIAL, ("output.weight", "blk.*.attn_qkv.weight", "blk.*.attn_qkv.bias")),
     "codeshell": ({}, ("output.weight", *_LAYER_NORM_BIAS, *_UNGATED_BIAS)),
     "cohere2moe": (
@@ -205,12 +227,19 @@ LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "cogvlm": ({"attention.head_count_kv": 4}, ("output.weight", *_QKV)),
     "command-r": ({"logit_scale": 0.0625}, ()),
     "dbrx": (EXPERTS | {"feed_forward_length": 64, "attention.clamp_kqv": 1.0}, ("output.weight", *_QKV)),
+    "deepseek32": (_INDEXED, ("output.weight", *_SELECTION)),
     "deci": (
         {"block_count": 4, "attention.head_count": [4, 0, 0, 2], "attention.head_count_kv": [2, 0, 0, 1]}
         | {"feed_forward_length": [768, 512, 0, 256]},
         (),
     ),
     "deepseek": (_SHARED | {"expert_weights_scale": 1.5}, ()),
+    "dots3note": (
+        _INDEXED | _WINDOWS | _ALTERNATING | {"attention.kv_lora_rank_swa": 32, "attention.key_length_mla_swa": 64}
+        | {"attention.value_length_mla_swa": 32, "attention.indexer.types": [0, 1, 0, 1], "rope.freq_base_swa": 1000.0}
+        | {"attention.key_length_swa": 64, "attention.value_length_swa": 32},
+        ("output.weight", *_SELECTION, "blk.*.attn_k_norm.weight"),
+    ),
     "dots1": (_SHARED | {"expert_weights_norm": True, "attention.head_count_kv": 4}, ("output.weight", *_SELECTION)),
     "exaone": ({}, ("rope_freqs.weight",)),
     "exaone-moe": (
@@ -224,23 +253,63 @@ LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         _PARTIAL | {"use_parallel_residual": True},
         ("output.weight", *_QKV, "blk.*.attn_qkv.bias", *_LAYER_NORM_BIAS, *_UNGATED_BIAS),
     ),
+    "glm-dsa": (
+        _INDEXED | {"block_count": 3, "attention.indexer.types": [1, 0, 1], "attention.indexer.head_count": 12},
+        ("output.weight", *_SELECTION),
+    ),
     "granite_swa": (
         _WINDOWS | _ALTERNATING | {"attention.rope_pattern": [1, 0, 1, 1], "logit_scale": 8.0}
         | {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.025},
+        (),
+    ),
+    "grovemoe": (
+        EXPERTS | {"expert_used_count": 3, "experts_per_group": 2, "expert_group_scale": 0.5}
+        | {"expert_chunk_feed_forward_length": 48},
         (),
     ),
     "hunyuan-moe": (EXPERTS | {"feed_forward_length": 64}, ()),
     "hunyuan_vl": (SECTIONS, ()),
     "hy_v3": (_SHARED | {"expert_weights_norm": True}, ("blk.1.ffn_gate_inp.weight", "blk.1.exp_probs_b")),
     "internlm2": ({}, ("output.weight",)),
+    "jais": (
+        {"attention.max_alibi_bias": 8.0},
+        ("output.weight", *_QKV, "blk.*.attn_qkv.bias", *_LAYER_NORM_BIAS, *_UNGATED_BIAS, *_biases("ffn_gate")),
+    ),
     "jais2": ({}, ("output.weight", *_LAYER_NORM_BIAS, *_UNGATED_BIAS)),
     "laguna": (
         _SHARED | _WINDOWS | _PARTIAL | {"expert_weights_norm": True, "rope.dimension_count_swa": 64},
         ("output.weight", *_SELECTION),
     ),
     "maincoder": ({}, ()),
+    "mamba": (_MAMBA, ()),
+    "jamba": (
+        EXPERTS | _MAMBA | {"block_count": 3, "attention.head_count_kv": [0, 2, 0]}, ("blk.1.ffn_gate_inp.weight",),
+    ),
+    "maple": (EXPERTS | _WINDOWS | _ALTERNATING | {"swiglu_clamp_exp": [0.5, 0.25, 0.0, 1.0]}, ("output.weight",)),
     "mellum": (EXPERTS | _WINDOWS | ROPE_SCALED, ("output.weight",)),
     "minicpm": ({}, ()),
+    "mimo2": (
+        _SHARED | _WINDOWS | _ALTERNATING | {"attention.value_length": 48, "attention.value_scale": 0.7}
+        | {"attention.head_count_kv": [1, 2, 1, 2]},
+        ("output.weight", "blk.1.ffn_gate_inp.weight", "blk.2.ffn_gate_inp.weight", "blk.2.exp_probs_b.bias",
+         "blk.0.attn_sinks.weight"),
+    ),
+    "minimax-m3": (
+        _SHARED | _PARTIAL | {"expert_weights_norm": True, "expert_weights_scale": 1.5, "attention.indexer.top_k": 16}
+        | {"attention.indexer.block_size": 16, "attention.indexer.head_count": 2, "attention.indexer.key_length": 32}
+        | {"attention.indexer.local_blocks": 1},
+        ("output.weight", *_SELECTION),
+    ),
+    "minicpm3": (
+        {"attention.q_lora_rank": 96, "attention.kv_lora_rank": 64, "attention.key_length": 96}
+        | {"attention.value_length": 64, "rope.dimension_count": 32, "attention.head_count_kv": 4},
+        ("rope_factors_long.weight", "rope_factors_short.weight"),
+    ),
+    "minimax-01": (
+        EXPERTS | {"feed_forward_length": 64, "block_count": 4, "full_attention_interval": 2, "residual_scale": 1.5},
+        (),
+    ),
+    "mpt": ({"attention.max_alibi_bias": 6.0, "attention.clamp_kqv": 1.0}, (*_QKV, "blk.*.ffn.act.scales")),
     "muse-glimmer": (_WINDOWS | {"logit_scale": 0.25, "final_logit_softcapping": 3.0}, ("output.weight",)),
     "nanbeige": ({}, ("output.weight",)),
     "nemotron": (_PARTIAL, ("output.weight", *_LAYER_NORM_BIAS)),
@@ -258,12 +327,17 @@ LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         ("output.weight", "output.bias", *_LAYER_NORM_BIAS, *QKV_BIAS, *OUTPUT_BIAS),
     ),
     "plamo": ({}, ("output.weight",)),
+    "plamo2": (
+        _MAMBA | {"block_count": 3, "attention.head_count_kv": [0, 2, 0], "ssm.time_step_rank": 4}, (*_QKV,),
+    ),
     "plamo3": (_WINDOWS, _QKV),
     "qwen": ({"attention.head_count_kv": 4}, ("output.weight", *_QKV, "blk.*.attn_qkv.bias")),
+    "refact": ({"attention.head_count_kv": 1}, ()),
     "smallthinker": (EXPERTS | {"expert_gating_func": 2, "block_count": 2}, ()),
     "spark2_5": (_WINDOWS | _ALTERNATING, ()),
     "stablelm": (_PARTIAL, ("output.weight", "blk.*.attn_q_norm.weight", "output_norm.bias", *_biases("attn_norm"))),
     "starcoder": ({}, (*_QKV, "blk.*.attn_qkv.bias", *_LAYER_NORM_BIAS, *_UNGATED_BIAS)),
+    "talkie": ({"logit_scale": 0.5}, ("output.weight",)),
     "xverse": ({}, ("output.weight",)),
 }  # fmt: skip
 LLAMACPP["mistral4"] = MODELS["deepseek2"]

@@ -8,6 +8,8 @@ import math
 
 import numpy as np
 
+from mlc_amd.schedules.operators.experts import limit_of
+
 
 def softmax(x):
     e = np.exp(x - x.max(-1, keepdims=True))
@@ -75,6 +77,14 @@ ACTIVATIONS = {
 }
 
 
+def activate(act, gate, up):
+    limit, cut = limit_of(act)
+    if limit:
+        up = np.clip(up, -limit, limit)
+        return np.minimum(gate * sigmoid(gate), limit) * up if cut else ACTIVATIONS["silu"](np.minimum(gate, limit), up)
+    return ACTIVATIONS[act](gate, up)
+
+
 def linear(x, w, bias=None):
     """x [rows, k] by a matrix [n, k]."""
     y = x.astype(np.float64) @ w.astype(np.float64).T
@@ -82,4 +92,4 @@ def linear(x, w, bias=None):
 
 
 def gate_up(x, gate, up, act, biases=(None, None)):
-    return ACTIVATIONS[act](linear(x, gate, biases[0]), linear(x, up, biases[1]))
+    return activate(act, linear(x, gate, biases[0]), linear(x, up, biases[1]))

@@ -13,7 +13,7 @@ import numpy as np
 from mlc_amd.runtime.sampling.layout import FIELDS, LOGPROB
 from mlc_amd.schedules import operators as declared
 from mlc_amd.schedules.operators import Operator
-from mlc_amd.schedules.operators.attention import Attention, Rope
+from mlc_amd.schedules.operators.attention import PAGE, Attention, Rope
 from mlc_amd.schedules.operators.layouts import SUMMED, kind_of, output_rows
 from mlc_amd.tools.reference import activations, experts, states, weights
 from mlc_amd.tools.reference import attention as kv
@@ -138,7 +138,7 @@ def _head_linear(c: Case) -> dict[str, Result]:
 def _gate_up(c: Case) -> dict[str, Result]:
     x, (factors, found), columns = _activations(c), _completed(c), c.pick(c.op.n)
     gate, up = (x @ c.matrix(prefix, fmt, columns).T * factors for prefix, fmt in (("G_", c.op.gate), ("U_", c.op.up)))
-    return found | {"": Result(experts.ACTIVATIONS[c.op.act](gate, up), c.rows, columns)}
+    return found | {"": Result(experts.activate(c.op.act, gate, up), c.rows, columns)}
 
 
 # ---- attention
@@ -255,6 +255,36 @@ def _rope_attention(c: Case) -> dict[str, Result]:
     return found | (_of_caches(caches) if rope.writes else {})
 
 
+def _select_keys(c: Case) -> dict[str, Result]:
+    a, rows = c.op, np.arange(c.live)
+    cache, pages = c.arrays["Ik"].astype(np.float64), c.arrays["pages"]
+    positions, slots = c.places(rows)
+    for row, position, slot in zip(rows, positions, slots, strict=True):
+        key = c.arrays["K"][row, : a.d].astype(np.float16)
+        cache[pages[slot, position // PAGE], position % PAGE] = key
+    found = np.full((c.live, a.used), -1)
+    for row, position, slot in zip(rows, positions, slots, strict=True):
+        keys = cache[pages[slot]].reshape(-1, a.d)[: position + 1]
+        products = np.maximum(c.arrays["Q"][row, : a.heads * a.d].reshape(a.heads, a.d).astype(np.float64) @ keys.T, 0)
+        order = np.argsort(-(c.arrays["W"][row, : a.heads] @ products), kind="stable")[: a.used]
+        found[row, : len(order)] = np.sort(order)
+    return {"Ids": Result(found[c.rows], c.rows), "Ik": Result(cache)}
+
+
+def _selected_attention(c: Case) -> dict[str, Result]:
+    layer, rows = c.op.layer, c.rows
+    positions, slots = c.places(rows)
+    (pool, _), pages = kv.pools_of(c.layout, _caches(c)), c.arrays["pages"]
+    found = np.empty((len(rows), layer.heads, layer.value_d))
+    for i, (row, position, slot) in enumerate(zip(rows, positions, slots, strict=True)):
+        ids = c.arrays["Ids"][row][: min(position + 1, c.op.used)]
+        keys = kv.of_slot(pool, pages, slot, position + 1)[0, ids, : layer.d].astype(np.float64)
+        scores = c.arrays["Qo"][row, :, : layer.d].astype(np.float64) @ keys.T
+        weights = np.exp2(scores - scores.max(-1, keepdims=True))
+        found[i] = weights @ keys[:, : layer.value_d] / weights.sum(-1, keepdims=True)
+    return {"Y": Result(found.reshape(len(rows), -1), rows)}
+
+
 def _packed_attention(c: Case) -> dict[str, Result]:
     a, rows, live = c.op, c.rows, np.arange(c.live)
     q = _heads(c, "Q", rows, a.d, a.heads).astype(np.float64) * (a.scale or a.d**-0.5)
@@ -353,7 +383,7 @@ def _expert_gate_up(c: Case) -> dict[str, Result]:
     x, chosen = c.read(c.rows // a.used if a.shared else c.rows), _of_slots(c)
     both = (("G_", a.gate, "GB"), ("U_", a.up, "UB"))
     gate, up = (_products(c, x, chosen, p, fmt, b if a.biases else "", columns) for p, fmt, b in both)
-    return {"": Result(experts.ACTIVATIONS[a.act](gate, up), c.rows, columns)}
+    return {"": Result(experts.activate(a.act, gate, up), c.rows, columns)}
 
 
 def _expert_linear(c: Case) -> dict[str, Result]:
@@ -404,6 +434,7 @@ OPERATORS: dict[type[Operator], Callable[[Case], dict[str, Result]]] = {
     declared.Linear: _linear, declared.HeadLinear: _head_linear, declared.GateUp: _gate_up, declared.RopeKvWrite:
     _rope_kv_write, declared.LatentKvWrite: _latent_kv_write, declared.CausalAttention: _attention,
     declared.RopeAttention: _rope_attention, declared.PackedAttention: _packed_attention,
+    declared.SelectKeys: _select_keys, declared.SelectedAttention: _selected_attention,
     declared.Pool: _pool, declared.Activate: _activate,
     declared.Route: _route, declared.NormRoute: _norm_route,
     declared.ExpertOrder: _expert_order, declared.Gather: _gather, declared.ExpertGateUp: _expert_gate_up,

@@ -85,21 +85,25 @@ def ssm_scan(c: Case) -> dict[str, Result]:
     x, b, to_y = np.split(c.arrays["X"][:live].astype(np.float64), [inner, inner + groups * size], axis=1)
     x = x.reshape(live, heads, d)
     b, to_y = (part.reshape(live, groups, size).repeat(heads // groups, axis=1) for part in (b, to_y))
-    factor, skip, bias = (c.arrays[name][:heads].astype(np.float64) for name in ("A", "D", "Bias"))
-    dt = np.logaddexp(0.0, c.arrays["Dt"][:live, :heads] + bias)
-    y, z = np.empty((live, heads, d)), c.arrays["Z"][:live, :inner].astype(np.float64)
+    of = (1, d) if a.by_state else (heads, 1)
+    own = np.prod(of)
+    dt = c.arrays["Dt"][:live, :own].astype(np.float64)
+    dt = (dt if a.given else np.logaddexp(0.0, dt + c.arrays["Bias"][:own])).reshape(live, *of)
+    factor = c.arrays["A"][: own * (size if a.by_state else 1)].astype(np.float64).reshape(*of, -1)
+    skip = c.arrays["D"][:own].reshape(of) if a.gated else 0.0
+    y, z = np.empty((live, heads, d)), c.arrays["Z"][:live, :inner].astype(np.float64) if a.gated else 0.0
     shape = (heads, d, size) if c.layout == "gpu" else (heads, size, d)
     for rows, before, targets in runs(c):
         matrix = np.zeros((heads, d, size))
         if before is not None:
             matrix = before.reshape(shape) if c.layout == "gpu" else before.reshape(shape).transpose(0, 2, 1)
         for row, target in zip(rows, targets, strict=True):
-            matrix = matrix * np.exp(factor * dt[row])[:, None, None]
-            matrix = matrix + (x[row] * dt[row][:, None])[..., None] * b[row][:, None]
-            y[row] = np.einsum("hdn,hn->hd", matrix, to_y[row]) + skip[:, None] * x[row]
+            matrix = matrix * np.exp(factor * dt[row][..., None])
+            matrix = matrix + (x[row] * dt[row])[..., None] * b[row][:, None]
+            y[row] = np.einsum("hdn,hn->hd", matrix, to_y[row]) + skip * x[row]
             kept = matrix if c.layout == "gpu" else matrix.transpose(0, 2, 1)
             states[target] = kept.reshape(heads, -1)
-    return _with_states(c, y.reshape(live, inner) * z * experts.sigmoid(z), states)
+    return _with_states(c, y.reshape(live, inner) * (z * experts.sigmoid(z) if a.gated else 1.0), states)
 
 
 def _with_states(c: Case, y: np.ndarray, kept: np.ndarray) -> dict[str, Result]:

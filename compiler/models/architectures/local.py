@@ -5,14 +5,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mlc_amd.compiler.models.architectures.mixtures import HEAD_NORMS, beside_shared
-from mlc_amd.compiler.models.config import AttentionConfig, Block, LayerConfig, ModelConfig, Norms
+from mlc_amd.compiler.models.architectures.mixtures import HEAD_NORMS, beside_shared, idle_blocks
+from mlc_amd.compiler.models.architectures.uniform import (
+    deepseek_experts,
+    indexed_rotations,
+    latent_attention,
+    read_indexer,
+)
+from mlc_amd.compiler.models.config import BARE, AttentionConfig, Block, LayerConfig, ModelConfig, Norms
 from mlc_amd.compiler.models.metadata import (
     LOCAL_ROPE,
     NORMS_AROUND,
     ROPE,
     SHARED_NORM,
     Keys,
+    dense,
     dense_then,
     each_layer,
     experts_alone,
@@ -29,7 +36,10 @@ from mlc_amd.compiler.models.metadata import (
     shared_expert,
 )
 from mlc_amd.compiler.models.registry import architecture
+from mlc_amd.schedules.operators.experts import LIMITED
 
+# Of mimo2: what llama.cpp does not use
+PLAIN_QKV = tuple(f"attn_{which}.{what}" for which in ("q", "k", "v", "qkv") for what in ("bias", "scale"))
 POST_EPS = 1e-8  # muse-glimmer: of norms after blocks
 NOPE_STEP = 4  # afmoe: of so many layers the last one has no RoPE
 NORMS_BARE: dict[str, Any] = {  # as NORMS_AROUND, where the names of the second ones are without ".weight"
@@ -175,7 +185,7 @@ def muse_glimmer(keys: Keys) -> ModelConfig:
     layers = _layers(keys, _windows(keys, 4), mixer, read_feed_forward, **norms)
     cap = keys.number("final_logit_softcapping", 0.0, minimum=0.0)
     logits = {"logit_scale": keys.number("logit_scale"), "logit_softcap": cap}
-    return read_model(keys, layers, rotations(keys, layers, neox=False), embedding_norm=True, **logits)
+    return read_model(keys, layers, rotations(keys, layers, neox=False), embedding_norm=BARE, **logits)
 
 
 @architecture("cohere2moe", "dense", "experts", "shared")
@@ -202,3 +212,65 @@ def cohere2moe(keys: Keys) -> ModelConfig:
     layers = _layers(keys, windows, mixer, dense_then(keys, experts), **SHARED_NORM)
     ropes, scale = rotations(keys, layers, neox=False), keys.number("logit_scale", minimum=0.0) or 1.0
     return read_model(keys, layers, ropes, norm=norm, logit_scale=scale, unused=predicting.unused)
+
+
+@architecture("maple")
+def maple(keys: Keys) -> ModelConfig:
+    """Maple. Norms over the heads of q and k; some layers see a window and have RoPE, the others neither; experts with
+    limits in every layer."""
+
+    def mixer(own: Keys, window: int) -> AttentionConfig:
+        return HEAD_NORMS(own, rope=ROPE if window else "", window=window)
+
+    def experts(own: Keys) -> Block:
+        limit = own.number("swiglu_clamp_exp", 0.0, minimum=0.0)
+        act = f"{LIMITED}{limit}" if limit else "silu"
+        return read_experts(own, own.integer("expert_feed_forward_length"), gating="softmax", act=act)
+
+    layers = _layers(keys, _windows(keys, 4), mixer, experts)
+    base = keys.number("rope.freq_base_swa", keys.number("rope.freq_base", 10000.0))
+    return read_model(keys, layers, rotations(keys, layers, neox=True, base=base))
+
+
+@architecture("mimo2", ignored=PLAIN_QKV)
+def mimo2(keys: Keys) -> ModelConfig:
+    """MiMo 2. Values shorter than keys; some layers see a window, with a RoPE of their own, and have sinks; in most
+    layers experts."""
+    predicting = predicting_layers(keys, known=False)
+    windows = _windows(keys, 1)[: predicting.count]
+    factor = keys.number("attention.value_scale", 0.0, minimum=0.0) or 1.0
+
+    def mixer(own: Keys, window: int) -> AttentionConfig:
+        rope, sinks = LOCAL_ROPE if window else ROPE, own.owns("attn_sinks.weight")
+        return read_attention(own, rope, window=window, sinks=sinks, value_dim=own.integer("attention.value_length"))
+
+    def block(own: Keys) -> Block:
+        if not own.owns("ffn_gate_inp.weight"):
+            return dense(own)
+        scale = own.number("expert_weights_scale", 1.0, minimum=0.0) or 1.0
+        bias = own.owns("exp_probs_b.bias")
+        size = own.integer("expert_feed_forward_length")
+        return read_experts(own, size, gating="sigmoid", scale=scale, selection_bias=bias)
+
+    layers = _layers(keys, windows, mixer, block, mixer_norms=Norms("attn_norm", factor=factor))
+    local = {"scaled": False, "base": keys.number("rope.freq_base_swa", 10000.0)}
+    ropes = rotations(keys, layers, True) | rotations(keys, layers, True, LOCAL_ROPE, **local)
+    return read_model(keys, layers, ropes, unused=(*predicting.unused, *idle_blocks(keys)))
+
+
+@architecture("dots3note", "dense", "experts", "shared")
+def dots3note(keys: Keys) -> ModelConfig:
+    """dots 3. Latent attention with a norm of the key's rotating columns and gates on the output of heads; some layers
+    see a window, with sizes and a RoPE of their own, the others the keys that an indexer chooses."""
+    predicting, block = predicting_layers(keys, known=False), dense_then(keys, deepseek_experts)
+    windows = _windows(keys, 4)[: predicting.count]
+    gate: dict[str, Any] = {"own_gate": "sigmoid", "head_gate": True}
+
+    def mixer(own: Keys, window: int) -> AttentionConfig:
+        if window:
+            return latent_attention(own, LOCAL_ROPE, local="_swa", window=window, **gate)
+        return latent_attention(own, ROPE, indexer=read_indexer(own, True), **gate)
+
+    layers, ropes = _layers(keys, windows, mixer, block), indexed_rotations(keys, neox=True)
+    local = {LOCAL_ROPE: replace(ropes[ROPE], base=keys.number("rope.freq_base_swa", 10000.0))}
+    return read_model(keys, layers, ropes | local, unused=predicting.unused)

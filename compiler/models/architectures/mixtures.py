@@ -1,11 +1,22 @@
 """Mixtures of experts whose attention is that of other decoders."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mlc_amd.compiler.models.config import Block, ExpertsConfig, LayerConfig, ModelConfig, Norms
+from mlc_amd.compiler.models.config import (
+    AdjugateConfig,
+    AttentionConfig,
+    Block,
+    ExpertsConfig,
+    IndexerConfig,
+    LayerConfig,
+    ModelConfig,
+    Norms,
+)
 from mlc_amd.compiler.models.metadata import (
+    ROPE,
     Keys,
     dense,
     dense_then,
@@ -32,6 +43,13 @@ def beside_shared(keys: Keys, **variant: Any) -> ExpertsConfig:
     fields: dict[str, Any] = experts_weighting(keys) | {"selection_bias": keys.owns("exp_probs_b.bias")}
     fields["shared"] = shared_expert(size * keys.integer("expert_shared_count", 0, minimum=0))
     return read_experts(keys, size, **(fields | variant))
+
+
+def idle_blocks(keys: Keys) -> tuple[str, ...]:
+    """The dense blocks beside experts: llama.cpp takes the experts of a layer that has both."""
+    sparse = [f"blk.{own.layer}." for own in each_layer(keys) if own.owns("ffn_gate_inp.weight")]
+    of_both = tuple(f"{layer}ffn_{which}." for layer in sparse for which in ("gate", "up", "down"))
+    return tuple(name for name in keys.tensors if name.startswith(of_both))
 
 
 @architecture("deepseek")
@@ -123,12 +141,8 @@ def hy_v3(keys: Keys) -> ModelConfig:
         gating = "sigmoid" if unsaid else ""
         return beside_shared(own, gating=gating, shared=shared, selection_bias=bool(bias), bias_name=bias)
 
-    # llama.cpp takes the experts of a layer that has both
-    sparse = [f"blk.{own.layer}." for own in each_layer(keys) if own.owns("ffn_gate_inp.weight")]
-    of_both = tuple(f"{layer}ffn_{which}." for layer in sparse for which in ("gate", "up", "down"))
-    idle = tuple(name for name in keys.tensors if name.startswith(of_both))
     layers = predicting.of(lambda own: LayerConfig(HEAD_NORMS(own), block(own)))
-    return read_model(keys, layers, rotations(keys, layers, neox=True), unused=(*predicting.unused, *idle))
+    return read_model(keys, layers, rotations(keys, layers, neox=True), unused=(*predicting.unused, *idle_blocks(keys)))
 
 
 @architecture("grok")
@@ -160,3 +174,41 @@ def grok(keys: Keys) -> ModelConfig:
         logit_scale=keys.number("logit_scale", 0.5773502691896257),
         logit_softcap=keys.number("final_logit_softcapping", 0.0, minimum=0.0),
     )
+
+
+@architecture("grovemoe")
+def grovemoe(keys: Keys) -> ModelConfig:
+    """GroveMoE. Norms over the heads of q and k; in every layer experts, and small ones that read their sum."""
+
+    def experts(own: Keys) -> ExpertsConfig:
+        found = read_experts(own, own.integer("expert_feed_forward_length"), gating="softmax")
+        group = own.integer("experts_per_group")
+        count = found.count // group
+        size = own.integer("expert_chunk_feed_forward_length", 0, minimum=0) or HEAD_NORMS(own).head_dim
+        used, factor = min(found.used, count), own.number("expert_group_scale", minimum=0.0)
+        scale = own.number("expert_weights_scale", 1.0, minimum=0.0) or 1.0
+        return replace(found, scale=scale, adjugate=AdjugateConfig(count, used, size, group, factor * scale))
+
+    return read_uniform(keys, True, HEAD_NORMS, experts)
+
+
+@architecture("minimax-m3")
+def minimax_m3(keys: Keys) -> ModelConfig:
+    """MiniMax M3. Norms over the heads of q and k, partial RoPE, a clamped SwiGLU; after a few dense layers experts
+    beside shared ones, and attention to the best blocks of keys, which are all of them in short texts."""
+    leading = keys.integer("leading_dense_block_count", 0, minimum=0)
+    names = "head_count", "key_length", "top_k", "block_size"
+    heads, dim, blocks, size = (keys.integer(f"attention.indexer.{name}") for name in names)
+    indexer = IndexerConfig(heads, dim, blocks * size, ROPE)
+
+    def mixer(own: Keys) -> AttentionConfig:
+        return HEAD_NORMS(own, indexer=indexer if (own.layer or 0) >= leading else None)
+
+    def experts(own: Keys) -> ExpertsConfig:
+        count = own.integer("expert_shared_count") * own.integer("expert_feed_forward_length")
+        return beside_shared(own, act="swiglu_oai", shared=shared_expert(count, act="swiglu_oai"))
+
+    def block(own: Keys) -> Block:
+        return dense(own, "swiglu_oai") if (own.layer or 0) < leading else experts(own)
+
+    return read_uniform(keys, True, mixer, block)

@@ -2,8 +2,9 @@
 
 from functools import partial
 
-from mlc_amd.compiler.models.config import FeedForwardConfig, LayerConfig, ModelConfig, Norms
+from mlc_amd.compiler.models.config import BARE, FeedForwardConfig, LayerConfig, ModelConfig, Norms
 from mlc_amd.compiler.models.metadata import (
+    ROPE,
     SHARED_NORM,
     Keys,
     each_layer,
@@ -20,6 +21,8 @@ UNGATED_GELU = partial(read_feed_forward, act="gelu", gated=False)
 SQUARES = partial(read_feed_forward, act="relu_sq", gated=False)
 # Of cogvlm: what llama.cpp does not use of texts
 VISUAL = ("attn_qkv.scale", *(f"vis_{name}.weight" for name in ("attn_qkv", "attn_output", "gate", "up", "down")))
+ALIBI = 8.0  # largest bias of models whose files do not say it
+BAICHUAN_7B, BAICHUAN_13B = 32, 40  # layers
 COMMAND_R_PLUS = 64  # layers from which on heads of q and k have norms
 
 
@@ -82,6 +85,17 @@ def cogvlm(keys: Keys) -> ModelConfig:
     return read_uniform(keys, neox=True, rope={"scaled": False, "base": 10000.0, "factors": ""})
 
 
+@architecture("talkie", "dense", ignored=("ffn_gate.scale", "ffn_up.scale"))
+def talkie(keys: Keys) -> ModelConfig:
+    """Talkie. Norms without weights, before blocks, of the embedding and over the heads of q and k, with a factor on
+    each of q; every layer adds the embedding with a factor; scaled logits."""
+    mixer = partial(read_attention, head_factors=True)
+    scale = keys.number("logit_scale", minimum=0.0) or 1.0
+    return read_uniform(
+        keys, True, mixer, norms={"skip": True}, norm_weights=False, embedding_norm=BARE, logit_scale=scale
+    )
+
+
 @architecture("deci")
 def deci(keys: Keys) -> ModelConfig:
     """Llama Nemotron. As llama; heads and columns differ between layers, some of which lack attention or a block."""
@@ -136,6 +150,55 @@ def gpt2(keys: Keys) -> ModelConfig:
     return read_uniform(keys, True, mixer, UNGATED_GELU, norm="layer", positions=positions)
 
 
+# ---- ALiBi
+
+
+@architecture("baichuan")
+def baichuan(keys: Keys) -> ModelConfig:
+    """Baichuan 1 and 2. As llama, with RoPE pairs half a head apart; the large model has ALiBi instead."""
+    variant = {BAICHUAN_7B: {"rope": ROPE}, BAICHUAN_13B: {"rope": "", "alibi": ALIBI}}
+    return read_uniform(keys, True, partial(read_attention, **variant.get(read_layers(keys), {"rope": ""})))
+
+
+@architecture("bloom")
+def bloom(keys: Keys) -> ModelConfig:
+    """BLOOM. ALiBi, layer norms, one of them of the embedding, GELU without a gate."""
+    mixer = partial(read_attention, rope="", alibi=ALIBI)
+    return read_uniform(keys, True, mixer, UNGATED_GELU, norm="layer", embedding_norm="token_embd_norm")
+
+
+@architecture("jais")
+def jais(keys: Keys) -> ModelConfig:
+    """Jais. ALiBi, layer norms; scores are divided by the columns of a head."""
+    scale = 1.0 / read_attention(keys.at(0)).head_dim
+    return read_uniform(keys, True, partial(read_attention, rope="", alibi=_alibi(keys), scale=scale), norm="layer")
+
+
+@architecture("mpt")
+def mpt(keys: Keys) -> ModelConfig:
+    """MPT. ALiBi or learned positions, layer norms, GELU without a gate; in some models q, k and v have limits, or q
+    and k norms."""
+    normed = keys.owns("attn_q_norm.weight")
+    mixer = partial(
+        read_attention, rope="", alibi=_alibi(keys), row_norms=normed,
+        clamp=keys.number("attention.clamp_kqv", 0.0, minimum=0.0),
+    )  # fmt: skip
+    block = partial(UNGATED_GELU, divided=keys.owns("ffn.act.scales"))
+    unused = () if normed else tuple(name for name in keys.tensors if ".attn_k_norm." in name)
+    positions = keys.integer("context_length") if "position_embd.weight" in keys.tensors else 0
+    return read_uniform(keys, True, mixer, block, norm="layer", positions=positions, unused=unused)
+
+
+@architecture("refact", ignored=("attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"))
+def refact(keys: Keys) -> ModelConfig:
+    """Refact. As llama, with ALiBi."""
+    return read_uniform(keys, True, partial(read_attention, rope="", alibi=ALIBI))
+
+
+def _alibi(keys: Keys) -> float:
+    return keys.number("attention.max_alibi_bias", 0.0, minimum=0.0)
+
+
 # ---- attention and a block beside one another
 
 
@@ -170,7 +233,7 @@ def falcon(keys: Keys) -> ModelConfig:
 def stablelm(keys: Keys) -> ModelConfig:
     """StableLM. Layer norms, partial RoPE; in some models norms of each head of q and of k, or attention and the block
     beside one another."""
-    mixer = partial(read_attention, each_norm=keys.owns("attn_q_norm.weight"))
+    mixer = partial(read_attention, each_norm="layer" if keys.owns("attn_q_norm.weight") else "")
     norms = {} if keys.owns("ffn_norm.weight") else SHARED_NORM
     return read_uniform(keys, True, mixer, norms=norms, norm="layer")
 
@@ -179,6 +242,6 @@ def stablelm(keys: Keys) -> ModelConfig:
 def command_r(keys: Keys) -> ModelConfig:
     """Command R and R+. Attention and the block read the same layer norm; scaled logits; in the large model norms of
     each head of q and of k."""
-    mixer = partial(read_attention, each_norm=read_layers(keys) >= COMMAND_R_PLUS)
+    mixer = partial(read_attention, each_norm="layer" if read_layers(keys) >= COMMAND_R_PLUS else "")
     scale = keys.number("logit_scale", 0.0, minimum=0.0) or 1.0
     return read_uniform(keys, False, mixer, norms=SHARED_NORM, norm="layer", logit_scale=scale)

@@ -1,24 +1,22 @@
 """Decoders with layers that keep a state (selective state spaces, delta nets, short convolutions), most of them beside
 layers of attention; and Granite, of which some have none."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from mlc_amd.compiler.models.architectures.local import PLAIN_QKV
 from mlc_amd.compiler.models.architectures.uniform import latent_attention
 from mlc_amd.compiler.models.config import (
     Block,
-    ChannelDeltaConfig,
-    DeltaNetConfig,
     ExpertsConfig,
     LayerConfig,
-    Mamba2Config,
     Mixer,
     ModelConfig,
     Norms,
     SharedExpertConfig,
-    ShortConvConfig,
 )
 from mlc_amd.compiler.models.metadata import (
     NORMS_BEFORE,
@@ -26,6 +24,7 @@ from mlc_amd.compiler.models.metadata import (
     Keys,
     attention_or,
     check_multiple,
+    dense,
     dense_or_experts,
     dense_then,
     each_layer,
@@ -37,12 +36,20 @@ from mlc_amd.compiler.models.metadata import (
     read_feed_forward,
     read_layers,
     read_model,
+    read_rope,
     read_taps,
     read_uniform,
     rotations,
     shared_expert,
 )
+from mlc_amd.compiler.models.recurrent_config import (
+    ChannelDeltaConfig,
+    DeltaNetConfig,
+    Mamba2Config,
+    ShortConvConfig,
+)
 from mlc_amd.compiler.models.registry import architecture
+from mlc_amd.schedules.operators.experts import CUT
 
 VECTOR = 16  # columns that kernels of states take at once
 NORM = Norms(before="attn_norm")  # of every layer of nemotron_h, whatever it is
@@ -300,6 +307,43 @@ def _kimi_experts(keys: Keys) -> ExpertsConfig:
         selection_bias=keys.owns("exp_probs_b.bias"),
         shared=shared_expert(size * keys.integer("expert_shared_count", 0, minimum=0)),
     )
+
+
+@architecture("bailingmoe3", ignored=(*PLAIN_QKV, "attn_output.scale"))
+def bailingmoe3(keys: Keys) -> ModelConfig:
+    """Ling 3, Ring. As kimi-linear; decays have a bound, latent attention a RoPE and gates on the output of heads,
+    blocks limits."""
+    kv_heads = keys.integers("attention.head_count_kv", read_layers(keys), minimum=0)
+    bound = keys.number("kda.gate_lower_bound", minimum=-math.inf)
+    if not keys.flag("kda.safe_gate", True) or not -math.inf < bound < 0.0:
+        raise keys.error("decays without a bound are not known of bailingmoe3; convert the model again")
+    heads, size = max(keys.integers("attention.head_count", len(kv_heads), minimum=0)), keys.integer("kda.head_dim")
+    _check_heads(keys, heads, size)
+    delta = ChannelDeltaConfig(heads, size, read_taps(keys, "ssm.conv_kernel"), bound)
+    predicting = predicting_layers(keys, known=False)
+
+    def act(own: Keys, key: str) -> str:
+        limit = own.number(f"swiglu_clamp_{key}", 0.0, minimum=0.0)
+        return f"{CUT}{limit}" if limit else "silu"
+
+    def block(own: Keys) -> Block:
+        if (own.layer or 0) < keys.integer("leading_dense_block_count", 0, minimum=0):
+            return dense(own, act(own, "shexp"))
+        each = own.integer("expert_feed_forward_length")
+        size = own.integer("expert_shared_feed_forward_length", 0, minimum=0)
+        shared = shared_expert(size or each * max(1, own.integer("expert_shared_count", 1)), act=act(own, "shexp"))
+        bias = own.owns("exp_probs_b.bias")
+        fields: dict[str, Any] = experts_weighting(own) | {"selection_bias": bias, "shared": shared}
+        return read_experts(own, each, act=act(own, "exp"), **fields)
+
+    def mixer(own: Keys) -> Mixer:
+        gate: dict[str, Any] = {"own_gate": "sigmoid", "head_gate": True}
+        return latent_attention(own, ROPE, **gate) if kv_heads[own.layer or 0] else delta
+
+    layers = predicting.of(lambda own: LayerConfig(mixer(own), block(own)))
+    rotating = keys.integer("rope.dimension_count")
+    ropes = {ROPE: read_rope(keys, rotating, neox=False, dim=rotating)}
+    return read_model(keys, layers, ropes, unused=predicting.unused)
 
 
 # ---- short convolutions

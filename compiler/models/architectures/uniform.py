@@ -2,14 +2,19 @@
 and some the other."""
 
 import math
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from mlc_amd.compiler.models.config import (
     AttentionConfig,
     ExpertsConfig,
+    IndexerConfig,
     LatentConfig,
     LayerConfig,
     ModelConfig,
+    Norms,
+    RopeConfig,
     SharedExpertConfig,
     TemperatureConfig,
 )
@@ -24,6 +29,7 @@ from mlc_amd.compiler.models.metadata import (
     dense,
     dense_or_experts,
     dense_then,
+    each_layer,
     experts_alone,
     experts_weighting,
     last_of,
@@ -31,6 +37,7 @@ from mlc_amd.compiler.models.metadata import (
     read_attention,
     read_experts,
     read_feed_forward,
+    read_layers,
     read_model,
     read_rope,
     read_uniform,
@@ -39,6 +46,9 @@ from mlc_amd.compiler.models.metadata import (
     vocabulary,
 )
 from mlc_amd.compiler.models.registry import architecture
+
+GLM_5_2_CONTEXT = 1 << 20  # tokens: of later models only some layers choose
+INDEX_ROPE = "index_rope"  # key of ModelConfig.ropes
 
 STEP = 4  # smollm3: of every four layers the last one has no RoPE
 
@@ -183,25 +193,28 @@ def deepseek2(keys: Keys) -> ModelConfig:
     return read_model(keys, layers, {ROPE: rope}, unused=predicting.unused)
 
 
-def latent_attention(keys: Keys, rope: str) -> AttentionConfig:
-    """Of a layer. rope: as AttentionConfig has it."""
-    merged = keys.owns("attn_kv_b.weight")
-    suffix = "" if merged else "_mla"
-    heads, rank = keys.integer("attention.head_count"), keys.integer("attention.kv_lora_rank")
+def latent_attention(keys: Keys, rope: str, merged: bool = False, local: str = "", **variant) -> AttentionConfig:
+    """Of a layer. rope: as AttentionConfig has it. merged: in all files, not only in those that have such a tensor.
+    local: what the names of keys end with. `variant`: further fields of AttentionConfig."""
+    merged = merged or keys.owns("attn_kv_b.weight")
+    suffix = "" if merged else "_mla" + local
+    heads, rank = keys.integer("attention.head_count"), keys.integer(f"attention.kv_lora_rank{local}")
     rotating, value = keys.integer("rope.dimension_count"), keys.integer(f"attention.value_length{suffix}")
     columns = keys.integer(f"attention.key_length{suffix}")
-    if rotating >= columns:
+    if rotating > columns:
         raise keys.error(
-            f"{keys.full('rope.dimension_count')} ({rotating}) must be less than a key's {columns} columns; convert "
+            f"{keys.full('rope.dimension_count')} ({rotating}) must be at most a key's {columns} columns; convert "
             "the model again"
         )
     check_multiple(keys, "rank of the latent", rank)
     for what, size in (("rotating columns", rotating), ("columns of a value", value)):
         check_multiple(keys, what, size, 16)
-    latent = LatentConfig(rank, columns - rotating, value, keys.integer("attention.q_lora_rank", 0, minimum=0), merged)
+    query_rank, key_norm = keys.integer("attention.q_lora_rank", 0, minimum=0), keys.owns("attn_k_norm.weight")
+    latent = LatentConfig(rank, columns - rotating, value, query_rank, merged, key_norm)
     factor = keys.number("rope.scaling.factor", 1.0, minimum=0.0) or 1.0
     magnitude = 1.0 + keys.number("rope.scaling.yarn_log_multiplier", 0.0, minimum=0.0) * math.log(factor)
-    return AttentionConfig(heads, 1, rank + rotating, rope, scale=magnitude**2 / math.sqrt(columns), latent=latent)
+    scale = magnitude**2 / math.sqrt(columns)
+    return AttentionConfig(heads, 1, rank + rotating, rope, scale=scale, latent=latent, **variant)
 
 
 def deepseek_experts(keys: Keys) -> ExpertsConfig:
@@ -209,7 +222,8 @@ def deepseek_experts(keys: Keys) -> ExpertsConfig:
     size = keys.integer("expert_feed_forward_length")
     # GLM 4.7 Flash was first converted without the key that says so
     unsaid = not keys.integer("expert_gating_func", 0, minimum=0)
-    sigmoid = unsaid and keys.integer("block_count") in (47, 48) and vocabulary(keys) == 154880
+    flash = keys.integer("block_count") in (47, 48) and vocabulary(keys) == 154880
+    sigmoid = unsaid and (flash or keys.prefix == "glm-dsa")
     groups = keys.integer("expert_group_count", 1, minimum=0) or 1
     return read_experts(
         keys,
@@ -221,6 +235,66 @@ def deepseek_experts(keys: Keys) -> ExpertsConfig:
         selection_bias=keys.owns("exp_probs_b.bias"),
         shared=shared_expert(size * keys.integer("expert_shared_count", 0, minimum=0)),
     )
+
+
+@architecture("deepseek32", "dense", "experts", "shared")
+def deepseek32(keys: Keys) -> ModelConfig:
+    """DeepSeek V3.2. As deepseek2, with an indexer that chooses the keys that a row sees."""
+    return _read_indexed(keys, [1] * read_layers(keys), neox=True)
+
+
+@architecture("glm-dsa", "dense", "experts", "shared")
+def glm_dsa(keys: Keys) -> ModelConfig:
+    """GLM 5. As deepseek32; some layers see the keys that an earlier one chose."""
+    count, key = predicting_layers(keys, known=False).count, "attention.indexer.types"
+    if keys.has(key):
+        return _read_indexed(keys, keys.integers(key, count, minimum=0), neox=False)
+    all_choose = keys.integer("context_length") < GLM_5_2_CONTEXT
+    return _read_indexed(keys, [int(all_choose or i < 2 or i % 4 == 2) for i in range(count)], neox=False)
+
+
+def _read_indexed(keys: Keys, types: list[int], neox: bool) -> ModelConfig:
+    """types: whether each layer chooses. neox: of the indexer's RoPE."""
+    predicting, block = predicting_layers(keys, known=False), dense_then(keys, deepseek_experts)
+    if not types[0]:
+        raise keys.error("the first layer has no indexer, and no layer before it has one; convert the model again")
+
+    def mixer(own: Keys) -> AttentionConfig:
+        return latent_attention(own, ROPE, indexer=read_indexer(own, bool(types[own.layer or 0])))
+
+    layers = predicting.of(lambda own: LayerConfig(mixer(own), block(own)))
+    return read_model(keys, layers, indexed_rotations(keys, neox), unused=predicting.unused)
+
+
+def read_indexer(keys: Keys, own: bool) -> IndexerConfig:
+    """Of a layer. own: whether it chooses."""
+    heads, dim, used = (keys.integer(f"attention.indexer.{key}") for key in ("head_count", "key_length", "top_k"))
+    check_multiple(keys, "columns of the indexer's keys", dim)
+    return IndexerConfig(heads, dim, used, INDEX_ROPE, own)
+
+
+def indexed_rotations(keys: Keys, neox: bool) -> dict[str, RopeConfig]:
+    """Of latent attention and of its indexer, whose RoPE has pairs as neox says."""
+    rotating = keys.integer("rope.dimension_count")
+    rope = read_rope(keys, rotating, neox=False, dim=rotating, log_multiplier=1.0, sections=())
+    return {ROPE: rope, INDEX_ROPE: replace(rope, neox=neox)}
+
+
+@architecture("minicpm3")
+def minicpm3(keys: Keys) -> ModelConfig:
+    """MiniCPM 3. Latent attention; factors on the embedding, the outputs of the blocks and the logits."""
+    hidden = keys.integer("embedding_length")
+    factor = 1.4 / read_layers(keys) ** 0.5
+    norms: dict[str, Any] = {
+        "mixer_norms": Norms("attn_norm", factor=factor),
+        "feed_forward_norms": Norms("ffn_norm", factor=factor),
+    }
+    layers = [
+        LayerConfig(latent_attention(own, ROPE, True), read_feed_forward(own), **norms) for own in each_layer(keys)
+    ]
+    rotating = keys.integer("rope.dimension_count")
+    ropes = {ROPE: read_rope(keys, rotating, neox=True, dim=rotating)}
+    return read_model(keys, layers, ropes, embedding_scale=12.0, logit_scale=256.0 / hidden)
 
 
 @architecture("ernie4_5", ignored=("attn_output.bias",))

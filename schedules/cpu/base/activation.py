@@ -10,6 +10,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu.base.vector import LANES, f32
 from mlc_amd.schedules.operators.attention import LOG2E
+from mlc_amd.schedules.operators.experts import limit_of
 
 OAI_LIMIT, OAI_SLOPE = 7.0, 1.702  # of gpt-oss
 
@@ -48,6 +49,24 @@ def swiglu_oai(gate, up, isa, n=LANES):
     g = T.Bind(T.min(gate, f32(OAI_LIMIT, n)))
     u = T.Bind(T.max(T.min(up, f32(OAI_LIMIT, n)), f32(-OAI_LIMIT, n)))
     return times_sigmoid(g, f32(OAI_SLOPE, n) * g, isa, n) * (u + f32(1.0, n))
+
+
+def silu_limited(limit, cut):
+    """silu(min(gate, limit)) * up, or with `cut` min(silu(gate), limit) * up, up between -limit and limit."""
+
+    def activate(gate, up, isa, n=LANES):
+        u = T.Bind(T.max(T.min(up, f32(limit, n)), f32(-limit, n)))
+        if cut:
+            return T.Bind(T.min(silu(gate, f32(1.0, n), isa, n), f32(limit, n))) * u
+        return silu(T.Bind(T.min(gate, f32(limit, n))), u, isa, n)
+
+    return activate
+
+
+def activation(act):
+    """The one of that name, or one with a limit."""
+    limit, cut = limit_of(act)
+    return silu_limited(limit, cut) if limit else ACTIVATIONS[act]
 
 
 def gelu_alone(gate, up, isa, n=LANES):

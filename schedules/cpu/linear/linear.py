@@ -24,7 +24,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu import registry
-from mlc_amd.schedules.cpu.base.activation import ACTIVATIONS
+from mlc_amd.schedules.cpu.base.activation import activation as activation_of
 from mlc_amd.schedules.cpu.base.arch import Arch
 from mlc_amd.schedules.cpu.base.kernel import kernel
 from mlc_amd.schedules.cpu.base.vector import LANES, at, local, opaque, registers, splat, store
@@ -173,7 +173,7 @@ TILES = BLOCK // ROWS  # tiles of a weight that make a block of the output
 class Gated(NamedTuple):
     """What becomes of the results of gate and up.
 
-    act   a key of ACTIVATIONS
+    act   of base/activation.py
     bias  (c, i) -> what is added to columns c .. c+15 of the block of gate (i = 0) or up (1)
     """
 
@@ -187,7 +187,7 @@ def emit_block(
 ) -> None:
     """A task: block number `block` of 32 columns of y, of the live tokens of the tiles; the others' have no meaning.
     weights: gate and up, their rows from tile `first` on."""
-    isa, activation = products.isa, ACTIVATIONS[gated.act]
+    isa, activation = products.isa, activation_of(gated.act)
 
     def emit(sources: Sequence[Source], parts: Parts) -> None:
         def body(tile: Expr, live: Expr) -> None:

@@ -18,6 +18,7 @@ from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows, row_loop
 from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, local, registers, splat, store, tree_add
 from mlc_amd.schedules.cpu.linear.quantize import BLOCK, Output
 from mlc_amd.schedules.operators import CausalConv, ChannelDecay, DeltaNet, Gate, SsmScan
+from mlc_amd.schedules.operators.attention import LOG2E
 from mlc_amd.schedules.runs import (
     RunCells,
     begins,
@@ -141,18 +142,27 @@ def ssm_scan(op: SsmScan, arch: Arch, name: str, plan: None = None) -> tirx.Prim
                     store(States, f32(0.0), cell, head, at(i * d + column))
 
             with _each_row(op, state, rows, cells, live, clear) as (row, source, target):
-                dt = softplus(Dt[row, head] + Bias[head])
-                decay, x = T.Bind(T.exp(A[head] * dt)), T.Bind(X[row, at(x_at)])
-                change, total = T.Bind(x * splat(dt)), registers(LANES)
-                store(total, x * splat(D[head]), at(0))
+                x, total = T.Bind(X[row, at(x_at)]), registers(LANES)
+                if op.by_state:
+                    dt, skip = T.Bind(Dt[row, at(column)]), D[at(column)]
+                else:
+                    one = T.Bind(Dt[row, head]) if op.given else softplus(Dt[row, head] + Bias[head])
+                    dt, decay = T.Bind(splat(one)), T.Bind(splat(T.Bind(T.exp(A[head] * one))))
+                    skip = splat(D[head]) if op.gated else None
+                change = T.Bind(x * dt)
+                store(total, x * skip if op.gated else f32(0.0), at(0))
                 with T.serial(size // SSM_STEP) as block:
                     numbers = [T.Bind(block * SSM_STEP + i) for i in range(SSM_STEP)]
                     old = [T.Bind(States[source, head, at(n * d + column)]) for n in numbers]
                     for i, n in enumerate(numbers):
-                        new = T.Bind(old[i] * splat(decay) + change * splat(X[row, b_at + n]))
+                        if op.by_state:
+                            own = T.Bind(A[T.ramp(column * size + n, size, LANES)] * dt)
+                            decay = arch.isa.exp2(T.Bind(own * f32(LOG2E)), LANES)
+                        new = T.Bind(old[i] * decay + change * splat(X[row, b_at + n]))
                         store(States, new, target, head, at(n * d + column))
                         store(total, total[at(0)] + new * splat(X[row, c_at + n]), at(0))
-                store(Y, silu(T.Bind(Z[row, at(x_at)]), total[at(0)], arch.isa), row, at(x_at))
+                y = silu(T.Bind(Z[row, at(x_at)]), total[at(0)], arch.isa) if op.gated else total[at(0)]
+                store(Y, y, row, at(x_at))
     return builder.get()
 
 

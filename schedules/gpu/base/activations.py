@@ -4,6 +4,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.device import exp2, maximum, minimum, rcp
 from mlc_amd.schedules.operators.attention import LOG2E
+from mlc_amd.schedules.operators.experts import limit_of
 from mlc_amd.schedules.tir import Expr
 
 OAI_LIMIT, OAI_SLOPE = 7.0, 1.702  # of gpt-oss: transformers' GptOssExperts, llama.cpp's GGML_GLU_OP_SWIGLU_OAI
@@ -41,7 +42,13 @@ GATED = {"swiglu_oai": _swiglu_oai, "gelu_alone": lambda gate, up: _gelu(gate)} 
 
 
 def gated(act: str, gate: Expr, up: Expr) -> Expr:
-    """f(gate) * up, in a register. ValueError for a name that neither ACTIVATIONS nor GATED has."""
+    """f(gate) * up, in a register, or with a limit. ValueError for a name that neither ACTIVATIONS nor GATED has."""
+    limit, cut = limit_of(act)
+    if limit:
+        up, silu = maximum(minimum(up, T.float32(limit)), T.float32(-limit)), ACTIVATIONS["silu"]
+        if cut:
+            return T.Bind(minimum(T.Bind(silu(gate)), T.float32(limit)) * up)
+        return T.Bind(silu(minimum(gate, T.float32(limit))) * up)
     if act in GATED:
         return T.Bind(GATED[act](gate, up))
     if act not in ACTIVATIONS:

@@ -1,4 +1,4 @@
-"""Selective state spaces (Mamba-2): the matrix of each head over the rows of a sequence
+"""Selective state spaces (Mamba-2, Mamba-1, linear attention): the matrix of each head over the rows of a sequence
 (schedules/operators/recurrent.py).
 
 A few neighbouring lanes have a row of a matrix, which is a column of x, in their registers and go through the rows of a
@@ -30,7 +30,7 @@ FACTORS = scan_blocks.factor_count(BY_SLOT, ALONE)
 @builds(SsmScan)
 def ssm_scan(op: SsmScan, arch: Device, state: Buffer, plan: ScanPlan | None) -> None:
     """Kernel (state int32[4], those of `ssm_args`): by blocks of rows where these are for the step, else row by row."""
-    if scan_blocks.suits(op, op.d, op.size, arch):
+    if _by_blocks(op) and scan_blocks.suits(op, op.d, op.size, arch):
         _scan_blocks(op, arch, state, plan)
     else:
         _scan_rows(op, arch, state)
@@ -38,7 +38,11 @@ def ssm_scan(op: SsmScan, arch: Device, state: Buffer, plan: ScanPlan | None) ->
 
 @registry.plans(SsmScan)
 def plans(op: SsmScan, arch: Device) -> Space | None:
-    return scan_blocks.plans(op, op.heads, op.d, op.size, arch)
+    return scan_blocks.plans(op, op.heads, op.d, op.size, arch) if _by_blocks(op) else None
+
+
+def _by_blocks(op: SsmScan) -> bool:
+    return op.gated and not op.given
 
 
 def _scan_rows(op: SsmScan, arch: Device, state: Buffer) -> None:
@@ -55,14 +59,18 @@ def _scan_rows(op: SsmScan, arch: Device, state: Buffer) -> None:
         own = T.Bind(column * size + begin)
         for row, matrix in each_row(op, (state, rows, cells), first, States, (head,), own, count):
             b, c = (load_row(X, (row,), base, count) for base in (b_at, b_at + groups * size))
-            dt, x = softplus(Dt[row, head] + Bias[head]), T.Bind(X[row, x_at])
-            decay, change, total = T.Bind(T.exp(A[head] * dt)), T.Bind(x * dt), T.float32(0)
-            for cell, from_b, to_y in zip(matrix, b, c, strict=True):
-                put(cell, fma(change, from_b, T.Bind(cell[0] * decay)), 0)
+            own_step = column if op.by_state else head
+            dt = T.Bind(Dt[row, own_step]) if op.given else softplus(Dt[row, own_step] + Bias[own_step])
+            x, factors = T.Bind(X[row, x_at]), load_row(A, (), own, count) if op.by_state else [A[head]]
+            decays, change, total = [T.Bind(T.exp(a * dt)) for a in factors], T.Bind(x * dt), T.float32(0)
+            for i, (cell, from_b, to_y) in enumerate(zip(matrix, b, c, strict=True)):
+                put(cell, fma(change, from_b, T.Bind(cell[0] * decays[i % len(decays)])), 0)
                 total = fma(cell[0], to_y, total)
-            y = fma(x, D[head], wave_sum(arch, total, LANES))
+            y = wave_sum(arch, total, LANES)
+            if op.gated:
+                y = fma(x, D[own_step], y) * ACTIVATIONS["silu"](T.Bind(Z[row, x_at]))
             with T.If(lane % LANES == 0), T.Then():
-                T.buffer_store(Y, y * ACTIVATIONS["silu"](T.Bind(Z[row, x_at])), [row, x_at])
+                T.buffer_store(Y, y, [row, x_at])
 
 
 def _scan_blocks(op: SsmScan, arch: Device, state: Buffer, plan: ScanPlan | None) -> None:

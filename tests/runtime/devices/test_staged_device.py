@@ -293,3 +293,14 @@ def test_steps_cross_between_hip_devices(tmp_path):
     assert {symbol for symbol, *_ in recorders[0].launched} == {"embed_k", "mix_k", "mix_k_1"}
     assert "embed_k" not in {symbol for symbol, *_ in recorders[1].launched}
     device.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["glm-dsa", "talkie"])
+def test_what_later_layers_read_crosses(compiled_for, name):
+    """The keys that a layer chose for others (glm-dsa), the rows before the first layer (talkie)."""
+    path, ids = compiled_for("vulkan", "lavapipe", (name,), 128, few=True), PROMPTS[1]
+    with Engine.load(path) as one, Engine.load(path, RunOptions(devices=(0, 0), kv_tokens=1024)) as two:
+        assert len(two.device.stages) == 2
+        np.testing.assert_array_equal(one.prefill(ids), two.prefill(ids))
+        np.testing.assert_array_equal(one.decode(7), two.decode(7))

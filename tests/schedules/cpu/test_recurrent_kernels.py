@@ -38,12 +38,15 @@ STEPS = {
 # another one in sizes: in steps of single rows, of both kinds of rows, and of guesses.
 FEW = ("decode", "mixed", "guesses")
 ALL_STEPS = ("scan", "conv", "conv of parts", "gated conv", "delta net", "decays of channels")
+ALL_STEPS += ("scan of columns", "scan without gates")
 ALL_STEPS += ("delta net, decays by channel",)  # other code
 DELTA = {"key_heads": 2, "value_heads": 6, "d": 32, "grouped": False, "eps": 1e-6}
 SCAN = {"heads": 6, "d": 32, "size": 48, "groups": 2}
 KERNELS = {
     "scan": ("ssm_scan", SCAN),
     "scan, large state": ("ssm_scan", SCAN | {"d": 64, "size": 128, "heads": 2, "groups": 1}),
+    "scan of columns": ("ssm_scan", {"heads": 1, "d": 96, "size": 16, "groups": 1, "given": True, "by_state": True}),
+    "scan without gates": ("ssm_scan", SCAN | {"size": 32, "groups": 6, "given": True, "gated": False}),
     "conv": ("causal_conv", {"channels": 96, "taps": 4, "gated": False, "act": "silu", "bias": True}),
     "conv of parts": (
         "causal_conv",
@@ -59,7 +62,7 @@ KERNELS = {
 }
 
 
-def arrays_of(op, args, m, most, step, guesses):
+def arrays_of(op, args, m, most, step, guesses=False):
     """Parameters by name; the runs' states are in other cells than their slots, and every second one goes elsewhere.
     Of a step of guesses each row leaves a state, in new cells, but for the last one's of every second run."""
     rng = np.random.default_rng(7)
@@ -91,9 +94,11 @@ def arrays_of(op, args, m, most, step, guesses):
     elif op == "ssm_scan":
         heads, inner, size = args["heads"], args["heads"] * args["d"], args["size"]
         found |= {"X": normal(m, inner + 2 * args["groups"] * size), "Z": normal(m, inner)}
-        padded, columns = padded_columns(heads), inner
-        found |= {"Dt": 9 * normal(m, padded), "A": -np.abs(normal(padded)), "D": normal(padded)}
-        found |= {"Bias": normal(padded)}
+        columns, each = inner, args.get("by_state")
+        padded = padded_columns(inner if each else heads)
+        found |= {"Dt": 9 * normal(m, padded), "D": normal(padded)}
+        found |= {"A": -np.abs(normal(inner * size if each else padded)), "Bias": normal(padded)}
+        found["Dt"] = np.abs(found["Dt"]) / 9 if args.get("given") else found["Dt"]
         shape = heads, args["d"] * size
     else:
         d, heads = args["d"], args["value_heads"]
@@ -172,7 +177,7 @@ def test_vulkan(kernel, profile):
 
 @pytest.mark.full
 @pytest.mark.emulator
-@pytest.mark.parametrize("kernel", ["delta net", "scan"])
+@pytest.mark.parametrize("kernel", ["delta net", "scan", "scan of columns", "scan without gates"])
 @pytest.mark.parametrize("name", ["gfx1100", "gfx1201", "gfx942"])
 def test_in_the_emulator(name, kernel):
     op, args = KERNELS[kernel]

@@ -1,0 +1,24 @@
+"""Which layers choose the keys that their rows see, in sequences of some length, and the cache of the keys for that.
+
+Where a sequence has no more tokens than a row may see keys, all are seen, and there is no indexer.
+"""
+
+from mlc_amd.compiler.models.config import AttentionConfig, ModelConfig
+from mlc_amd.schedules.operators import SelectKeys
+
+
+def chooses(attention: AttentionConfig | None, ctx: int) -> bool:
+    """Whether the layer's rows see some keys only, in sequences of up to ctx tokens."""
+    return bool(attention and attention.indexer and attention.indexer.used < ctx)
+
+
+def operator(attention: AttentionConfig, ctx: int, m: int) -> SelectKeys:
+    of = attention.indexer
+    assert of, "a layer with an indexer"
+    return SelectKeys(heads=of.heads, d=of.dim, used=of.used, ctx=ctx, m=m)
+
+
+def indexers(config: ModelConfig, ctx: int) -> dict[str, SelectKeys]:
+    """Of the cache of each layer with an indexer of its own, by name: the operator of one row."""
+    layers = {i: a for i, layer in enumerate(config.layers) if (a := layer.attention) and chooses(a, ctx)}
+    return {f"ik.{i}": operator(a, ctx, 1) for i, a in layers.items() if a.indexer and a.indexer.own}

@@ -1,0 +1,181 @@
+"""Mixers that keep a state of fixed size for each sequence from step to step, instead of keys and values.
+
+`states`: name to shape, of float32. width: columns of the widest intermediate tensors.
+"""
+
+from dataclasses import dataclass
+
+Shape = tuple[int, ...]
+NORMS = {"weight": ".weight", "short": ""}  # of MambaConfig.norms
+
+
+@dataclass(frozen=True)
+class ShortConvConfig:
+    """A gated short convolution (LFM2): [B, C, X] = in_proj h, y_p = C_p * sum over t of W_t (B * X)_{p-t}, out_proj y.
+    W has `taps` numbers for each column."""
+
+    taps: int  # positions that a row sees, its own included
+
+    def states(self, hidden: int) -> dict[str, Shape]:
+        return {"conv": (self.taps - 1, hidden)}
+
+    def width(self, hidden: int) -> int:
+        return 3 * hidden
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig:
+    """A gated delta net (Qwen3-Next, Qwen3.5). qkv = silu(conv(attn_qkv h)): heads of q and k, each divided by its
+    length, and of v. Each value head has a matrix M; per row
+
+        M *= exp(ssm_a * softplus(ssm_alpha h + ssm_dt)); M += k d^T, d = sigmoid(ssm_beta h) * (v - M^T k); y = M^T q
+
+    with q divided by sqrt(head_dim), and ssm_out (norm(y) * silu(attn_gate h)), a norm of each head.
+    """
+
+    key_heads: int  # heads of q and of k
+    value_heads: int  # a multiple of key_heads
+    head_dim: int  # columns of a head of q, k and v
+    taps: int  # of the convolution
+    grouped: bool = False  # value heads of one key head follow one another; False: key head = value head % key_heads
+    merged_inputs: bool = False  # ssm_in holds, for each key head, the rows of q, k, v and of attn_gate
+    merged_gates: bool = False  # ssm_ba holds, for each key head, the rows of ssm_beta, then those of ssm_alpha
+
+    @property
+    def keys(self) -> int:
+        """Columns of all heads of k."""
+        return self.key_heads * self.head_dim
+
+    @property
+    def values(self) -> int:
+        """Columns of all heads of v."""
+        return self.value_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Columns of the convolution."""
+        return 2 * self.keys + self.values
+
+    def states(self, hidden: int) -> dict[str, Shape]:
+        head = self.head_dim, self.head_dim
+        return {"conv": (self.taps - 1, self.channels), "delta": (self.value_heads, *head)}
+
+    def width(self, hidden: int) -> int:
+        return self.channels + 2 * self.values  # of the projections
+
+
+@dataclass(frozen=True)
+class ChannelDeltaConfig:
+    """A gated delta net whose states decay channel by channel (Kimi Linear). q, k and v = silu(conv(attn_q h)) and so
+    on: heads of q and k, each divided by its length. Each head has a matrix M; per row
+
+        M *= exp(ssm_a * softplus(ssm_f_b ssm_f_a h + ssm_dt)), a number of each row of M
+        M += k d^T, d = sigmoid(ssm_beta h) * (v - M^T k); y = M^T q
+
+    with q divided by sqrt(head_dim), and attn_output (norm(y) * sigmoid(ssm_g_b ssm_g_a h)), a norm of each head. With
+    a bound there are neither ssm_f_b nor ssm_g_b, and M *= exp(bound * sigmoid(ssm_a * (ssm_f_a h + ssm_dt))).
+    """
+
+    heads: int
+    head_dim: int  # columns of a head of q, k and v, and between ssm_f_a and ssm_f_b, ssm_g_a and ssm_g_b
+    taps: int  # of the convolutions
+    bound: float = 0.0  # of the exponent of decays, negative; 0: there is none
+
+    @property
+    def columns(self) -> int:
+        """Of all heads of q, of k and of v."""
+        return self.heads * self.head_dim
+
+    def states(self, hidden: int) -> dict[str, Shape]:
+        return {"conv": (self.taps - 1, 3 * self.columns), "delta": (self.heads, self.head_dim, self.head_dim)}
+
+    def width(self, hidden: int) -> int:
+        return 8 * self.columns  # q, k and v, their convolution, decays and gates
+
+
+@dataclass(frozen=True)
+class Mamba2Config:
+    """A selective state space (Mamba-2). [z, u, t] = ssm_in h, [x, B, C] = silu(conv(u)). Each head has its columns of
+    x and a matrix S of these by `state`; per row, with dt = softplus(t + ssm_dt),
+
+        S *= exp(ssm_a * dt); S += dt * x B^T; y = S C + ssm_d * x
+
+    and ssm_out norm(y * silu(z)), a norm of each group of columns. Groups of heads share B and C.
+    """
+
+    inner: int  # columns of x, of all heads
+    state: int  # columns of B and of C, of a group
+    heads: int  # divides inner
+    groups: int  # divides heads
+    taps: int  # of the convolution
+    norm_eps: float = 0.0  # of the norm; 0: there is none
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of x of a head."""
+        return self.inner // self.heads
+
+    @property
+    def channels(self) -> int:
+        """Columns of the convolution."""
+        return self.inner + 2 * self.groups * self.state
+
+    def states(self, hidden: int) -> dict[str, Shape]:
+        return {"conv": (self.taps - 1, self.channels), "ssm": (self.heads, self.head_dim * self.state)}
+
+    def width(self, hidden: int) -> int:
+        return self.inner + 2 * self.channels  # of the projection, and of the convolution
+
+
+@dataclass(frozen=True)
+class MambaConfig:
+    """A selective state space whose steps, B and C are made of x (Mamba-1, PLaMo 2). [x, z] = ssm_in h, x = silu(conv
+    (x)), [t, B, C] = ssm_x x, each with a norm in some models; per row, with dt = softplus(ssm_dt t),
+
+        S *= exp(ssm_a * dt); S += dt * x B^T; y = S C + ssm_d * x
+
+    and ssm_out (y * silu(z)). Each column of x has its dt and ssm_d, and with each of B its ssm_a; with `heads`, those
+    of a head share theirs, ssm_in has for each head the rows of z, then those of x, and ssm_x those of B, C, then t.
+    """
+
+    inner: int  # columns of x
+    state: int  # columns of B and of C
+    rank: int  # columns of t
+    taps: int  # of the convolution
+    heads: int = 0  # 0: each column is alone
+    norms: str = ""  # of t, B and C: of NORMS how their weights' names end; "bare": there are no weights; "": no norms
+
+    def states(self, hidden: int) -> dict[str, Shape]:
+        of = self.heads or 1
+        return {"conv": (self.taps - 1, self.inner), "ssm": (of, self.inner // of * self.state)}
+
+    def width(self, hidden: int) -> int:
+        return 5 * self.inner + 2 * self.state
+
+
+@dataclass(frozen=True)
+class LinearAttentionConfig:
+    """Attention without softmax, whose states decay (MiniMax 01). attn_qkv has, for each head, the rows of q, k and v,
+    of all of which SiLU is taken. Each head has a matrix S; per row
+
+        S *= exp(-slope); S += v k^T; y = S q         slope = factor * start**(head + 1), start = 2**(-8 / heads)
+
+    and attn_output (norm(y) * sigmoid(attn_gate h)), attn_norm_2 of all columns.
+    """
+
+    heads: int
+    head_dim: int
+    factor: float  # of the layer
+
+    @property
+    def columns(self) -> int:
+        return self.heads * self.head_dim
+
+    def states(self, hidden: int) -> dict[str, Shape]:
+        return {"ssm": (self.heads, self.head_dim * self.head_dim)}
+
+    def width(self, hidden: int) -> int:
+        return 5 * self.columns
+
+
+Recurrent = ShortConvConfig | DeltaNetConfig | ChannelDeltaConfig | Mamba2Config | MambaConfig | LinearAttentionConfig

@@ -1,0 +1,166 @@
+"""The tensors of a layer that keeps a state, by its configuration: those in the file, and the parts of merged ones."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from mlc_amd.compiler.models.recurrent_config import (
+    NORMS,
+    ChannelDeltaConfig,
+    DeltaNetConfig,
+    LinearAttentionConfig,
+    Mamba2Config,
+    MambaConfig,
+    Shape,
+    ShortConvConfig,
+)
+
+BLOCK = 32  # rows and columns of the matrices of feed-forward blocks come in so many
+Listed = Iterator[tuple[bool, str, Shape]]  # whether the model has it, name within the layer, shape
+
+
+class Part(NamedTuple):
+    """A tensor that the graph uses, made of rows of one in the file: `first`.. (of each expert, of each head).
+
+    pieces: instead of `first`, the source is so many `groups` of rows alike, and the part is, one piece after the
+    other, the rows first .. first + count of each group. transposed: the rows become columns.
+    filled: the shape with zeros at the end of rows and columns; (): there are none.
+    """
+
+    name: str
+    source: str
+    first: int
+    shape: Shape
+    groups: int = 0
+    pieces: tuple[tuple[int, int], ...] = ()
+    transposed: bool = False
+    filled: Shape = ()
+
+
+def _mamba2(hidden: int, s: Mamba2Config) -> Listed:
+    yield True, "ssm_in.weight", (s.inner + s.channels + s.heads, hidden)
+    yield True, "ssm_conv1d.weight", (s.channels, s.taps)
+    yield True, "ssm_conv1d.bias", (s.channels,)
+    yield True, "ssm_dt.bias", (s.heads,)
+    yield True, "ssm_a", (s.heads, 1)
+    yield True, "ssm_d", (s.heads, 1)
+    yield s.norm_eps > 0, "ssm_norm.weight", (s.groups, s.inner // s.groups)
+    yield True, "ssm_out.weight", (hidden, s.inner)
+
+
+def _short_conv(hidden: int, c: ShortConvConfig) -> Listed:
+    yield True, "shortconv.conv.weight", (hidden, c.taps)
+    yield True, "shortconv.in_proj.weight", (3 * hidden, hidden)
+    yield True, "shortconv.out_proj.weight", (hidden, hidden)
+
+
+def _delta_net(hidden: int, d: DeltaNetConfig) -> Listed:
+    yield d.merged_inputs, "ssm_in.weight", (d.channels + d.values, hidden)
+    yield not d.merged_inputs, "attn_qkv.weight", (d.channels, hidden)
+    yield not d.merged_inputs, "attn_gate.weight", (d.values, hidden)
+    yield True, "ssm_conv1d.weight", (d.channels, d.taps)
+    yield d.merged_gates, "ssm_ba.weight", (2 * d.value_heads, hidden)
+    yield not d.merged_gates, "ssm_beta.weight", (d.value_heads, hidden)
+    yield not d.merged_gates, "ssm_alpha.weight", (d.value_heads, hidden)
+    yield True, "ssm_dt.bias", (d.value_heads,)
+    yield True, "ssm_a", (d.value_heads,)
+    yield True, "ssm_norm.weight", (d.head_dim,)
+    yield True, "ssm_out.weight", (hidden, d.values)
+
+
+def _channel_delta(hidden: int, d: ChannelDeltaConfig) -> Listed:
+    for which in "qkv":
+        yield True, f"attn_{which}.weight", (d.columns, hidden)
+        yield True, f"ssm_conv1d_{which}.weight", (d.columns, d.taps)
+    for which in "fg":
+        yield True, f"ssm_{which}_a.weight", (d.columns if d.bound else d.head_dim, hidden)
+        yield not d.bound, f"ssm_{which}_b.weight", (d.columns, d.head_dim)
+    yield True, "ssm_beta.weight", (d.heads, hidden)
+    yield True, "ssm_dt.bias", (d.columns,)
+    yield True, "ssm_a", (d.heads, 1)
+    yield True, "ssm_norm.weight", (d.head_dim,)
+    yield True, "attn_output.weight", (hidden, d.columns)
+
+
+def _mamba(hidden: int, s: MambaConfig) -> Listed:
+    steps = s.heads or s.inner
+    yield True, "ssm_in.weight", (2 * s.inner, hidden)
+    yield True, "ssm_conv1d.weight", (s.inner, s.taps)
+    yield not s.heads, "ssm_conv1d.bias", (s.inner,)
+    yield True, "ssm_x.weight", (s.rank + 2 * s.state, s.inner)
+    yield True, "ssm_dt.weight", (steps, s.rank)
+    yield True, "ssm_dt.bias", (steps,)
+    for which, size in (("dt", s.rank), ("b", s.state), ("c", s.state)):
+        yield s.norms in NORMS, f"ssm_{which}_norm{NORMS.get(s.norms, '')}", (size,)
+    yield True, "ssm_a", (steps,) if s.heads else (steps, s.state)
+    yield True, "ssm_d", (steps,)
+    yield True, "ssm_out.weight", (hidden, s.inner)
+
+
+def _linear_attention(hidden: int, a: LinearAttentionConfig) -> Listed:
+    yield True, "attn_qkv.weight", (3 * a.columns, hidden)
+    yield True, "attn_gate.weight", (a.columns, hidden)
+    yield True, "attn_norm_2.weight", (a.columns,)
+    yield True, "attn_output.weight", (hidden, a.columns)
+
+
+TENSORS: dict[type, Callable[[int, Any], Listed]] = {
+    ShortConvConfig: _short_conv,
+    DeltaNetConfig: _delta_net,
+    ChannelDeltaConfig: _channel_delta,
+    Mamba2Config: _mamba2,
+    MambaConfig: _mamba,
+    LinearAttentionConfig: _linear_attention,
+}
+
+
+def _delta_parts(hidden: int, d: DeltaNetConfig) -> Iterator[Part]:
+    each, size = d.value_heads // d.key_heads, d.head_dim
+    if d.merged_inputs:
+        qkv, gate = ((0, size), (size, size), (2 * size, each * size)), (((2 + each) * size, each * size),)
+        yield Part("attn_qkv.weight", "ssm_in.weight", 0, (d.channels, hidden), d.key_heads, qkv)
+        yield Part("attn_gate.weight", "ssm_in.weight", 0, (d.values, hidden), d.key_heads, gate)
+    if d.merged_gates:
+        for name, first in (("ssm_beta.weight", 0), ("ssm_alpha.weight", each)):
+            yield Part(name, "ssm_ba.weight", 0, (d.value_heads, hidden), d.key_heads, ((first, each),))
+
+
+def _channel_delta_parts(hidden: int, d: ChannelDeltaConfig) -> Iterator[Part]:
+    """With zeros where what is between two matrices is no whole number of blocks."""
+    filled = -(-d.head_dim // BLOCK) * BLOCK
+    if filled == d.head_dim or d.bound:
+        return
+    for name in ("ssm_f_a.weight", "ssm_g_a.weight"):
+        yield Part(name, name, 0, (d.head_dim, hidden), filled=(filled, hidden))
+    for name in ("ssm_f_b.weight", "ssm_g_b.weight"):
+        yield Part(name, name, 0, (d.columns, d.head_dim), filled=(d.columns, filled))
+
+
+def _mamba2_parts(hidden: int, s: Mamba2Config) -> Iterator[Part]:
+    first = 0
+    for which, rows in (("z", s.inner), ("x", s.channels), ("dt", s.heads)):
+        yield Part(f"ssm_in_{which}.weight", "ssm_in.weight", first, (rows, hidden))
+        first += rows
+
+
+def _mamba_parts(hidden: int, s: MambaConfig) -> Iterator[Part]:
+    size = s.inner // s.heads if s.heads else s.inner
+    for i, which in enumerate("zx" if s.heads else "xz"):
+        pieces = ((i * size, size),)
+        yield Part(f"ssm_in_{which}.weight", "ssm_in.weight", 0, (s.inner, hidden), s.heads or 1, pieces)
+    if s.rank % BLOCK:
+        rows, filled = s.heads or s.inner, -(-s.rank // BLOCK) * BLOCK
+        yield Part("ssm_dt.weight", "ssm_dt.weight", 0, (rows, s.rank), filled=(rows, filled))
+
+
+def _linear_attention_parts(hidden: int, a: LinearAttentionConfig) -> Iterator[Part]:
+    pieces = tuple((i * a.head_dim, a.head_dim) for i in (2, 1, 0))  # in the order of SsmScan's x, B and C
+    yield Part("attn_qkv.weight", "attn_qkv.weight", 0, (3 * a.columns, hidden), a.heads, pieces)
+
+
+PARTS: dict[type, Callable[[int, Any], Iterator[Part]]] = {
+    DeltaNetConfig: _delta_parts,
+    ChannelDeltaConfig: _channel_delta_parts,
+    Mamba2Config: _mamba2_parts,
+    MambaConfig: _mamba_parts,
+    LinearAttentionConfig: _linear_attention_parts,
+}

@@ -1,0 +1,195 @@
+"""Sparse attention by an indexer on the CPU (schedules/operators/indexer.py): the choice of keys, and latent attention
+to them.
+
+Scores go block by block of 64 keys, which are transposed first: vectors hold a column of several keys. The largest are
+found bit by bit: how many scores are at least a number says its next bit.
+"""
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.cpu import registry
+from mlc_amd.schedules.cpu.attention.cache import BLOCK, Cache, RowTable
+from mlc_amd.schedules.cpu.base.arch import Arch
+from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows
+from mlc_amd.schedules.cpu.base.vector import (
+    LANES,
+    at,
+    exp2,
+    f32,
+    i32,
+    largest_divisor,
+    opaque,
+    reduce,
+    registers,
+    splat,
+    store,
+    tree_add,
+)
+from mlc_amd.schedules.operators.attention import SLOTS
+from mlc_amd.schedules.operators.indexer import SelectedAttention, SelectKeys
+from mlc_amd.schedules.tir import Buffer, Expr, declared
+
+LOWEST = -(1 << 31)  # in the place of the scores of keys that a row does not see
+FAR = -1e30  # the same in attention
+MAX_HEADS = 16  # of a task
+
+
+@registry.builds(SelectKeys)
+def select_keys(op: SelectKeys, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], rows, pages, Q, W, K, Ik, Ids)."""
+    blocks, d = op.ctx // BLOCK, op.d
+    with kernel(name) as (builder, state):
+        rows, pages = RowTable(op.m), T.arg("pages", T.buffer((SLOTS, blocks), "int32"))
+        Q, W, K = declared(**op.shapes())
+        (Ik,), (Ids,) = declared("float16", Ik=op.cache_shape()), declared("int32", Ids=(op.m, op.used))
+        live = live_rows(state, op.m)
+
+        def last_of(row: Expr) -> Expr:
+            """Its position, or the nearest of a sequence."""
+            return opaque(T.max(T.min(rows.position(row), T.int32(op.ctx - 1)), T.int32(0)))
+
+        with T.serial(live) as row:
+            last = last_of(row)
+            with T.If(last == rows.position(row)), T.Then():
+                page = opaque(pages[rows.slot(row), last // BLOCK])
+                with T.serial(d // LANES) as c:
+                    store(Ik, T.cast(K[row, at(c * LANES)], "float16x16"), page, last % BLOCK, at(c * LANES))
+        Order = T.alloc_buffer((op.m, op.ctx), "int32")  # of the scores
+        with T.parallel(live * blocks) as task:
+            row, block = opaque(task // blocks), opaque(task % blocks)
+            last = last_of(row)
+            with T.If(block * BLOCK <= last), T.Then():
+                page, turned = opaque(pages[rows.slot(row), block]), T.alloc_buffer((d, BLOCK), "float32")
+                with T.serial(BLOCK) as key, T.serial(d // LANES) as c:
+                    x = arch.isa.half(Ik[page, key, at(c * LANES)], LANES)
+                    for lane in range(LANES):
+                        store(turned, T.Shuffle([x], [T.int32(lane)]), c * LANES + lane, key)
+                totals = [registers(LANES) for _ in range(BLOCK // LANES)]
+                products = [registers(LANES) for _ in range(BLOCK // LANES)]
+                for total in totals:
+                    store(total, f32(0.0), at(0))
+                with T.serial(op.heads) as head:
+                    for product in products:
+                        store(product, f32(0.0), at(0))
+                    with T.serial(d) as c:
+                        q = splat(Q[row, head * d + c])
+                        for i, product in enumerate(products):
+                            store(product, product[at(0)] + q * turned[c, at(i * LANES)], at(0))
+                    for total, product in zip(totals, products, strict=True):
+                        positive = T.Bind(T.max(product[at(0)], f32(0.0)))
+                        store(total, total[at(0)] + splat(W[row, head]) * positive, at(0))
+                for i, total in enumerate(totals):
+                    bits = T.Bind(T.reinterpret("int32x16", total[at(0)]))
+                    order = T.Select(bits < i32(0), bits ^ i32(0x7FFFFFFF), bits)
+                    key = block * BLOCK + i * LANES
+                    store(Order, T.Select(at(key) <= splat(last), order, i32(LOWEST)), row, at(key))
+        with T.parallel(live) as row:
+            _choose(op, Order, Ids, row, last_of(row))
+    return builder.get()
+
+
+def _choose(op: SelectKeys, Order: Buffer, Ids: Buffer, row: Expr, last: Expr) -> None:
+    """The ids of a row at position `last`."""
+    with T.If(last < op.used):
+        with T.Then(), T.serial(op.used) as i:
+            store(Ids, T.Select(i <= last, i, T.int32(-1)), row, i)
+        with T.Else():
+            vectors, least = opaque(last // LANES + 1), registers(1, kind="int32")
+
+            def count_from(number: Expr) -> Expr:
+                """How many are at least that."""
+                found = registers(LANES, kind="int32")
+                store(found, i32(0), at(0))
+                with T.serial(vectors) as i:
+                    more = T.Select(Order[row, at(i * LANES)] >= splat(number), i32(1), i32(0))
+                    store(found, found[at(0)] + more, at(0))
+                return reduce("add", T.Bind(found[at(0)]))
+
+            store(least, T.int32(LOWEST), 0)
+            with T.serial(32) as i:
+                trial = opaque(least[0] ^ T.shift_left(T.int32(1), 31 - i))
+                enough = count_from(trial)
+                store(least, T.Select(enough >= op.used, trial, least[0]), 0)
+            smallest, equal, place = opaque(least[0]), registers(1, kind="int32"), registers(1, kind="int32")
+            store(equal, op.used - count_from(smallest + 1), 0)
+            store(place, T.int32(0), 0)
+            with T.serial(last + 1) as key:
+                score = T.Bind(Order[row, key])
+                with T.If(tirx.any(score > smallest, tirx.all(score == smallest, equal[0] > 0))), T.Then():
+                    store(equal, equal[0] - T.Select(score == smallest, T.int32(1), T.int32(0)), 0)
+                    store(Ids, key, row, T.min(place[0], T.int32(op.used - 1)))
+                    store(place, place[0] + 1, 0)
+
+
+@registry.builds(SelectedAttention)
+def selected_attention(op: SelectedAttention, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], rows, pages, Qo, Ids, Kc, Y). A task has some heads of a row, which share the keys that
+    it gathers."""
+    spec, isa, width, values = op.layer, arch.isa, op.layer.width, op.layer.value_width
+    heads = largest_divisor(MAX_HEADS, spec.heads)
+    parts = spec.heads // heads
+    with kernel(name) as (builder, state):
+        rows, cache = RowTable(op.m), Cache(spec, isa).declare_pages()
+        Q = T.arg("Qo", T.buffer((op.m, spec.heads, width), "float32"))
+        (Ids,) = declared("int32", Ids=(op.m, op.used))
+        cache.declare()
+        (Y,) = declared(Y=(op.m, spec.heads * spec.value_d))
+        live = live_rows(state, op.m)
+        with T.parallel(live * parts) as task:
+            row, first = opaque(task // parts), opaque(task % parts * heads)
+            last = opaque(T.max(T.min(rows.position(row), T.int32(spec.ctx - 1)), T.int32(0)))
+            slot, count = opaque(rows.slot(row)), opaque(T.min(last + 1, T.int32(op.used)))
+            keys, scores = T.alloc_buffer((BLOCK, width), "float32"), registers(BLOCK)
+            out, tops, totals = T.alloc_buffer((heads, values), "float32"), registers(heads), registers(heads)
+            with T.serial(heads) as r:
+                store(tops, T.float32(FAR), r)
+                store(totals, T.float32(0), r)
+                with T.serial(values // LANES) as c:
+                    store(out, f32(0.0), r, at(c * LANES))
+            with T.serial((count + BLOCK - 1) // BLOCK) as block:
+                near = opaque(T.min(count - block * BLOCK, T.int32(BLOCK)))
+                with T.serial(near) as key:
+                    there = opaque(T.max(T.min(Ids[row, block * BLOCK + key], last), T.int32(0)))
+                    page, place = cache.place(slot, there)
+                    with T.serial(width // LANES) as c:
+                        store(keys, isa.half(cache.V[page, 0, place, at(c * LANES)], LANES), key, at(c * LANES))
+                with T.serial(heads) as r:
+                    _emit_head(op, isa, (Q, row, first + r), (keys, scores, near), (out, tops, totals), r)
+            with T.serial(heads) as r:
+                inverse = T.Bind(T.float32(1) / totals[r])
+                with T.serial(spec.value_d) as c:
+                    store(Y, out[r, c] * inverse, row, (first + r) * spec.value_d + c)
+    return builder.get()
+
+
+def _emit_head(op: SelectedAttention, isa, query, block, sums, r: Expr) -> None:
+    """A block of keys for one head: its scores and what they change of its sums."""
+    (Q, row, head), (keys, scores, near), (out, tops, totals) = query, block, sums
+    for i in range(0, BLOCK, LANES):
+        store(scores, f32(FAR), at(i))
+    top = registers(1)
+    store(top, tops[r], 0)
+    with T.serial(near) as key:
+        product = registers(LANES)
+        store(product, f32(0.0), at(0))
+        with T.serial(op.layer.width // LANES) as c:
+            store(product, product[at(0)] + Q[row, head, at(c * LANES)] * keys[key, at(c * LANES)], at(0))
+        score = T.Bind(tree_add(T.Bind(product[at(0)])))
+        store(scores, score, key)
+        store(top, T.max(top[0], score), 0)
+    now = T.Bind(top[0])
+    shrink = T.Bind(exp2(tops[r] - now, 1))
+    store(tops, now, r)
+    total = T.float32(0)
+    for i in range(0, BLOCK, LANES):
+        weights = T.Bind(isa.exp2(T.Bind(scores[at(i)] - splat(now)), LANES))
+        store(scores, weights, at(i))
+        total = total + T.Bind(tree_add(weights))
+    store(totals, totals[r] * shrink + total, r)
+    with T.serial(op.layer.value_width // LANES) as c:
+        result = registers(LANES)
+        store(result, out[r, at(c * LANES)] * splat(shrink), at(0))
+        with T.serial(near) as key:
+            store(result, result[at(0)] + splat(scores[key]) * keys[key, at(c * LANES)], at(0))
+        store(out, result[at(0)], r, at(c * LANES))

@@ -1,0 +1,174 @@
+"""Sparse attention by an indexer on the GPU (schedules/operators/indexer.py): the choice of keys, and latent attention
+to them.
+
+The choice has three launches: rows' own keys into the cache; the scores, a thread for each key; a workgroup for each
+row, which finds the largest scores bit by bit (how many are at least a number says its next bit) and writes their
+positions in order. In attention a workgroup has a head of a row: a thread scores some keys, then sums some columns.
+"""
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.gpu.attention.attention_step import LOWEST
+from mlc_amd.schedules.gpu.attention.cache import KEYS, UNIT, Cache, clamped_position, is_at, place_args, row_slot
+from mlc_amd.schedules.gpu.base.device import barrier, exp2, fma, launch, maximum, rcp, wave_max
+from mlc_amd.schedules.gpu.base.norm import workgroup_sum
+from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.registers import at, elements, filled, local, put
+from mlc_amd.schedules.gpu.base.step import builds, if_live, is_live, once
+from mlc_amd.schedules.operators.attention import PAGE, SLOTS
+from mlc_amd.schedules.operators.indexer import SelectedAttention, SelectKeys
+from mlc_amd.schedules.tir import Buffer, Expr, declared
+
+LEAST = -(1 << 31)  # in the place of the scores of keys that a row does not see
+THREADS = 256
+
+
+def _waves(arch: Device) -> int:
+    return max(min(THREADS, arch.threads) // arch.wave, 1)
+
+
+@builds(SelectKeys)
+def select_keys(op: SelectKeys, arch: Device, state: Buffer, plan: None) -> None:
+    """Kernel (state, rows, pages, Q, W, K, Ik, Ids)."""
+    m, d, blocks = op.m, op.d, op.ctx // PAGE
+    rows, pages = declared("int32", rows=(m, 2), pages=(SLOTS, blocks))
+    Q, W, K = declared(**op.shapes())
+    (Ik,), (Ids,) = declared("float16", Ik=op.cache_shape()), declared("int32", Ids=(m, op.used))
+    Order = T.alloc_buffer((m, op.ctx), "int32")
+    with launch((m,), (arch.wave,)) as (row, lane), if_live(state, m, row):
+        last = clamped_position(rows, row, op.ctx)
+        with T.If(is_at(rows, row, last)), T.Then():
+            page = T.Bind(pages[row_slot(rows, row), last // PAGE])
+            for first in range(0, d, arch.wave):
+                column = T.Bind(first + lane)
+                with T.If(column < d), T.Then():
+                    put(Ik, T.cast(K[row, T.min(column, T.int32(d - 1))], "float16"), page, last % PAGE, column)
+    with launch((blocks, m), (PAGE,)) as (block, row, thread):
+        last = clamped_position(rows, row, op.ctx)
+        with T.If((block * PAGE <= last) & ((m == 1) | is_live(state, row))), T.Then():
+            page, key = T.Bind(pages[row_slot(rows, row), block]), local(d)
+            for first in range(0, d, UNIT):
+                for i, x in enumerate(elements(T.Bind(Ik[page, thread, at(first, UNIT)]))):
+                    put(key, T.cast(x, "float32"), first + i)
+            total = filled(T.float32(0))
+            with T.serial(op.heads) as head:
+                product = T.float32(0)
+                for c in range(d):
+                    product = fma(Q[row, head * d + c], key[c], product)
+                put(total, fma(W[row, head], maximum(product, T.float32(0)), total[0]), 0)
+            bits = T.Bind(T.reinterpret("int32", T.Bind(total[0])))
+            order = T.Select(bits < 0, bits ^ T.int32(0x7FFFFFFF), bits)
+            put(Order, T.Select(block * PAGE + thread <= last, order, T.int32(LEAST)), row, block * PAGE + thread)
+    waves = _waves(arch)
+    with launch((m,), (arch.wave, waves)) as (row, lane, wave), if_live(state, m, row):
+        _choose(op, arch, waves, (Order, Ids), row, clamped_position(rows, row, op.ctx), lane, wave)
+
+
+def _choose(op: SelectKeys, arch: Device, waves: int, buffers, row: Expr, last: Expr, lane: Expr, wave: Expr) -> None:
+    """The ids of a row at position `last`."""
+    (Order, Ids), threads = buffers, arch.wave * waves
+    thread, several = T.Bind(wave * arch.wave + lane), T.Bind(last >= op.used)
+    part = T.alloc_buffer((waves,), "int32", scope="shared")
+    above, level = (T.alloc_buffer((threads,), "int32", scope="shared") for _ in range(2))
+    with T.serial(-(-op.used // threads)) as step:
+        place = T.Bind(step * threads + thread)
+        with T.If((last < op.used) & (place < op.used)), T.Then():
+            put(Ids, T.Select(place <= last, place, T.int32(-1)), row, place)
+    with once(several):
+        least = filled(T.int32(LEAST))
+        with T.serial(32) as i:
+            trial, count = T.Bind(least[0] ^ T.shift_left(T.int32(1), 31 - i)), filled(T.int32(0))
+            with T.serial((last + threads) // threads) as step:
+                key = T.Bind(step * threads + thread)
+                more = (key <= last) & (Order[row, T.min(key, last)] >= trial)
+                put(count, count[0] + T.Select(more, T.int32(1), T.int32(0)), 0)
+            enough = workgroup_sum(arch, waves, count[0], part, wave, lane)
+            put(least, T.Select(enough >= op.used, trial, least[0]), 0)
+            barrier()
+        own, counts = T.Bind((last + threads) // threads), filled(T.int32(0), 2)
+        with T.serial(own) as i:
+            key = T.Bind(thread * own + i)
+            score, inside = T.Bind(Order[row, T.min(key, last)]), key <= last
+            put(counts, counts[0] + T.Select(inside & (score > least[0]), T.int32(1), T.int32(0)), 0)
+            put(counts, counts[1] + T.Select(inside & (score == least[0]), T.int32(1), T.int32(0)), 1)
+        put(above, counts[0], thread)
+        put(level, counts[1], thread)
+        barrier()
+        before, total = filled(T.int32(0), 2), filled(T.int32(0))
+        with T.serial(threads) as other:
+            put(before, before[0] + T.Select(other < thread, above[other], T.int32(0)), 0)
+            put(before, before[1] + T.Select(other < thread, level[other], T.int32(0)), 1)
+            put(total, total[0] + above[other], 0)
+        wanted = T.Bind(op.used - total[0])  # of the equal ones
+        equal, place = filled(T.Bind(before[1])), filled(T.Bind(before[0] + T.min(before[1], wanted)))
+        with T.serial(own) as i:
+            key = T.Bind(thread * own + i)
+            score, inside = T.Bind(Order[row, T.min(key, last)]), key <= last
+            same = T.Bind(score == least[0])
+            with T.If(inside & ((score > least[0]) | (same & (equal[0] < wanted)))), T.Then():
+                put(Ids, key, row, T.min(place[0], T.int32(op.used - 1)))
+                put(place, place[0] + 1, 0)
+            put(equal, equal[0] + T.Select(inside & same, T.int32(1), T.int32(0)), 0)
+
+
+@builds(SelectedAttention)
+def selected_attention(op: SelectedAttention, arch: Device, state: Buffer, plan: None) -> None:
+    """Kernel (state, rows, pages, Qo, Ids, Kc, Y). ValueError for more keys than shared memory holds the scores of."""
+    spec, m, waves = op.layer, op.m, _waves(arch)
+    threads = arch.wave * waves
+    if 8 * op.used + 1024 > arch.lds:
+        raise ValueError(f"{op.used} keys: shared memory holds fewer")
+    rows, pages = place_args(m, spec)
+    Q = T.arg("Qo", T.buffer((m, spec.heads, spec.width), "float16"))
+    (Ids,) = declared("int32", Ids=(m, op.used))
+    cache = Cache(spec, pages)
+    (Y,) = declared(Y=(m, spec.heads * spec.value_d))
+    with launch((spec.heads, m), (arch.wave, waves)) as (head, row, lane, wave), if_live(state, m, row):
+        thread, last = T.Bind(wave * arch.wave + lane), clamped_position(rows, row, spec.ctx)
+        slot, count = row_slot(rows, row), T.Bind(T.min(last + 1, T.int32(op.used)))
+        scores = T.alloc_buffer((op.used,), "float32", scope="shared")
+        places = T.alloc_buffer((op.used,), "int32", scope="shared")
+        parts = [T.alloc_buffer((waves,), "float32", scope="shared") for _ in range(2)]
+
+        def element(there: Expr, column: Expr, size: int) -> Expr:
+            tile, within = T.Bind(there % PAGE // KEYS), T.Bind(there % KEYS)
+            return cache.Kc[there // PAGE, 0, tile, column // UNIT, within, at(column % UNIT, size)]
+
+        top = filled(T.float32(LOWEST))
+        steps = T.Bind((count + (threads - 1)) // threads)
+        with T.serial(steps) as step:
+            number = T.Bind(step * threads + thread)
+            with T.If(number < count), T.Then():
+                position = T.Bind(T.max(T.min(Ids[row, number], last), T.int32(0)))
+                there = T.Bind(pages[slot, position // PAGE] * PAGE + position % PAGE)
+                product = filled(T.float32(0))
+                with T.serial(spec.d // UNIT) as unit:
+                    k, q = (T.Bind(x) for x in (element(there, unit * UNIT, UNIT), Q[row, head, at(unit * UNIT, UNIT)]))
+                    for a, b in zip(elements(k), elements(q), strict=True):
+                        put(product, fma(T.cast(a, "float32"), T.cast(b, "float32"), product[0]), 0)
+                put(scores, product[0], number)
+                put(places, there, number)
+                put(top, maximum(top[0], product[0]), 0)
+        best = wave_max(arch, T.Bind(top[0]))
+        with T.If(lane == 0), T.Then():
+            put(parts[0], best, wave)
+        barrier()
+        largest = filled(T.float32(LOWEST))
+        with T.serial(waves) as i:
+            put(largest, maximum(largest[0], parts[0][i]), 0)
+        total = filled(T.float32(0))
+        with T.serial(steps) as step:
+            number = T.Bind(step * threads + thread)
+            score = T.Bind(scores[T.min(number, count - 1)])
+            with T.If(number < count), T.Then():
+                weight = exp2(maximum(score - largest[0], T.float32(-120)))
+                put(scores, weight, number)
+                put(total, total[0] + weight, 0)
+        inverse = rcp(workgroup_sum(arch, waves, total[0], parts[1], wave, lane))
+        for first in range(0, spec.value_d, threads):
+            column, result = T.Bind(T.min(first + thread, T.int32(spec.value_d - 1))), filled(T.float32(0))
+            with T.serial(count) as number:
+                value = T.cast(element(T.Bind(places[number]), column, 1), "float32")
+                put(result, fma(scores[number], value, result[0]), 0)
+            with T.If(first + thread < spec.value_d), T.Then():
+                put(Y, result[0] * inverse, row, head * spec.value_d + column)

@@ -1,0 +1,98 @@
+"""Sparse attention by an indexer on the CPU, on Mesa's CPU driver and in the emulator, against float64: rows that see
+fewer keys than they may and more, equal scores, pages in any order."""
+
+import numpy as np
+import pytest
+import tvm
+from vulkan_harness import PROFILES, gpu, run
+from workloads import built
+
+from mlc_amd.compiler.codegen.cpu import build_module
+from mlc_amd.schedules.cpu.attention.cache import cache_types as cpu_types
+from mlc_amd.schedules.cpu.base.arch import resolve
+from mlc_amd.schedules.gpu.attention.cache import cache_types as gpu_types
+from mlc_amd.schedules.gpu.base.arch import resolve as gfx
+from mlc_amd.schedules.operators import SelectedAttention, SelectKeys
+from mlc_amd.schedules.operators.attention import PAGE, SLOTS, Attention
+from mlc_amd.tools.reference.case import Case
+from mlc_amd.tools.reference.operators import results
+from tests.schedules.gpu.test_gpu_experts import emulated
+
+CTX, USED, M = 256, 40, 6
+PLACES = [(39, 2), (40, 2), (0, 5), (150, 7), (151, 7), (255, 9)]  # position and slot of each row
+LAYER = Attention(heads=3, kv_heads=1, d=80, ctx=CTX, scale=0.2, values=64)
+KERNELS = {
+    "choice": SelectKeys(heads=3, d=48, used=USED, ctx=CTX, m=M),
+    "attention": SelectedAttention(layer=LAYER, used=USED, m=M),
+}
+
+
+def arrays_of(op, layout):
+    """Parameters by name; of a third of the keys the scores are equal."""
+    rng = np.random.default_rng(3)
+    pages = np.stack([rng.permutation(CTX // PAGE) for _ in range(SLOTS)]).astype(np.int32)
+    rows = np.array(PLACES, np.int32)
+    found = {"state": np.array([M, M, 0, 0], np.int32), "rows": rows, "pages": pages}
+    if isinstance(op, SelectKeys):
+        inputs = {name: rng.standard_normal(shape, np.float32) for name, shape in op.shapes().items()}
+        cache = rng.standard_normal(op.cache_shape()).astype(np.float16)
+        cache[:, ::3] = cache[0, 0]
+        return found | inputs | {"Ik": cache, "Ids": np.full((M, op.used), -2, np.int32)}
+    types = (cpu_types if layout == "cpu" else gpu_types)(LAYER)
+    dtype = np.float32 if layout == "cpu" else np.float16
+    ids = np.full((M, op.used), -1, np.int32)
+    for row, (position, _) in enumerate(PLACES):
+        count = min(position + 1, op.used)
+        ids[row, :count] = np.sort(rng.permutation(position + 1)[:count])
+    return found | {
+        "Qo": rng.standard_normal((M, LAYER.heads, LAYER.width)).astype(dtype), "Ids": ids,
+        "Kc": rng.standard_normal(types["k"][0]).astype(np.float16),
+        "Y": np.zeros((M, LAYER.heads * LAYER.value_d), np.float32),
+    }  # fmt: skip
+
+
+def check(op, layout, execute):
+    arrays = arrays_of(op, layout)
+    case = Case(op, {name: array.copy() for name, array in arrays.items()}, layout, np.arange(M))
+    expected = results(case)
+    execute(arrays)
+    for name, wanted in expected.items():
+        found = arrays[name] if wanted.rows is None else arrays[name][wanted.rows]
+        assert np.abs(found - wanted.value).max() <= 1e-5 * np.abs(wanted.value).max(), name
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_cpu(kernel):
+    op, arch = KERNELS[kernel], resolve("native")
+    func = built(op, arch, "kernel")
+    module = build_module({"kernel": func}, arch.target)
+
+    def execute(arrays):
+        tensors = {param.name: tvm.runtime.tensor(arrays[param.name]) for param in func.params}
+        module["kernel"](*tensors.values())
+        for name, tensor in tensors.items():
+            arrays[name][...] = tensor.numpy()
+
+    check(op, "cpu", execute)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_vulkan(kernel):
+    gpu()
+    func = built(KERNELS[kernel], PROFILES["lavapipe"])
+
+    def execute(arrays):
+        names = [param.name for param in func.params]
+        for name, found in zip(names, run(func, [arrays[name] for name in names], PROFILES["lavapipe"]), strict=True):
+            arrays[name][...] = found
+
+    check(KERNELS[kernel], "gpu", execute)
+
+
+@pytest.mark.full
+@pytest.mark.emulator
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", ["gfx1100", "gfx942"])
+def test_in_the_emulator(name, kernel):
+    func = built(KERNELS[kernel], gfx(name))
+    check(KERNELS[kernel], "gpu", lambda arrays: emulated(func, arrays, gfx(name)))
