@@ -41,7 +41,7 @@ class CpuTarget(Target):
     """`arch`: a name of schedules/cpu/base/arch.py; UserError if unknown."""
 
     kind = "cpu"
-    encoder_rows = (512,)  # kernels compute live rows only
+    encoder_rows = (64, 512, 512)  # kernels compute live rows only, but TVM's own all rows
     layout = "tile16"
     planes = staticmethod(planes)
     registry = registry
