@@ -95,7 +95,7 @@ def endless(schema: dict) -> dict:
 class Known:
     """A source of guesses: the answers to prompts."""
 
-    expected, free, follows = 0.7, True, False
+    expected, free, follows, at_once = 0.7, True, False, False
 
     def __init__(self, prompts: Answers, answers: Answers):
         self._texts = {tuple(prompt): [*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)}

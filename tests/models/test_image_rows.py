@@ -74,7 +74,7 @@ def opened(tmp_path_factory):
         engine, table, layers = made[name]
         encoder = Encoder()
         engine.reset()
-        engine.features = engine._runner.images = engine._loop._encoding._features = Features(encoder)
+        engine.features = engine._runner.images = engine._loop._works[0]._features = Features(encoder)
         engine._loop.scheduler.admission.has_features = engine.features.__contains__
 
         def features(*tokens):

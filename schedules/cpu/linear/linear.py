@@ -27,7 +27,7 @@ from mlc_amd.schedules.cpu import registry
 from mlc_amd.schedules.cpu.base.activation import activation as activation_of
 from mlc_amd.schedules.cpu.base.arch import Arch
 from mlc_amd.schedules.cpu.base.kernel import kernel
-from mlc_amd.schedules.cpu.base.vector import LANES, at, local, opaque, registers, splat, store
+from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, local, opaque, registers, splat, store
 from mlc_amd.schedules.cpu.linear.linear_plan import AnyPlan, default_plan, row_tiles, token_tile
 from mlc_amd.schedules.cpu.linear.linear_tile import (
     Matrix,
@@ -205,6 +205,10 @@ def emit_block(
                         products.emit_tile(source(half), tile, tokens, keep)
 
                 parts.emit(live, part)
+            if parts.rest is None:  # the other tokens have what the stack has held
+                with T.serial(products.acts.p - live) as i:
+                    for c in range(0, BLOCK, LANES):
+                        store(found, f32(0.0), 0, live + i, at(c))
             # Short loops: the processor overlaps several rows, as far as it looks ahead.
             with T.serial(live) as token:
                 for c in range(0, BLOCK, LANES):
