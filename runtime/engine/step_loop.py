@@ -190,6 +190,7 @@ class StepLoop:
                 for request in self.scheduler.running:
                     if request not in before and request in self._answers:
                         self._answers[request].begin()
+                        self._since = self._since if self._started else self.clock()
                         if self.speculation:
                             self.speculation.resting = 0
         return step
@@ -232,11 +233,13 @@ class StepLoop:
             guessed = self.clock()
             chosen = self._run(step)
             seconds = self.clock() - guessed
+            # after a step that it could not start ahead of, the device has waited for the host
+            waited, self._since = min(begun - self._since, seconds), guessed + seconds
             guesses = step.drafts + [[]] * (len(chosen) - len(step.drafts))
             found = [right_ones(tokens, drafts) for tokens, drafts in zip(chosen, guesses, strict=True)]
             if self.speculation:
                 if not step.chunk:
-                    learn(step, found, self._answers, self.speculation, guessed - begun, seconds)
+                    learn(step, found, self._answers, self.speculation, guessed - begun, waited + seconds)
                 self.speculation.follow(step, [token for tokens in chosen for token in tokens], self.clock)
         self._complete(step, found)
 

@@ -47,6 +47,7 @@ class ImageEncoder:
         self._written: tuple[int, list[int]] | None = None  # of whose places the device has the inputs
         self._kept: list[_Shape] = []  # these
         self._putting: list[Future] = []  # of `_put`
+        self._writing: list[Future] = []  # of `_memory`
         self._columns = artifact.manifest["io"][ENCODED]["shape"][1]
 
     def encode(self, images: Sequence[PreparedImage]) -> list[np.ndarray]:
@@ -132,8 +133,9 @@ class ImageEncoder:
             self._write(run)
             if following:
                 self._put(following)
+            found = self._memory(run)
             self._device.run(run.function)
-            yield self._features(run)
+            yield self._features(run, found)
 
     def _packed(self, images: Sequence[PreparedImage]) -> "_Run":
         shapes = [self._of(*self._patches(image)) for image in images]
@@ -168,11 +170,19 @@ class ImageEncoder:
                 if key in self.vision["io"]:
                     write(key, rows)
 
-    def _features(self, run: "_Run") -> list[np.ndarray]:
-        """Those of each image, once the run is done."""
+    def _memory(self, run: "_Run") -> list[np.ndarray]:
+        """For the features of each image, written once by threads: the system hands it out then, while the device
+        computes, and not while the features are copied."""
+        found = [np.empty((shape.of.rows // self._each, self._columns), np.float32) for shape in run.shapes]
+        parts = [np.array_split(rows, max(1, rows.nbytes // _PART)) for rows in found]
+        self._writing = [_THREADS.submit(part.fill, 0.0) for part in chain(*parts)]
+        return found
+
+    def _features(self, run: "_Run", found: list[np.ndarray]) -> list[np.ndarray]:
+        """Those of each image, once the run is done, in `_memory`."""
         each, columns, groups = self._each, self._columns, run.starts[-1] // self._each
         at_once, part = (max(1, size // (4 * columns)) for size in (_READ, _PART))
-        found = [np.empty((shape.of.rows // each, columns), np.float32) for shape in run.shapes]
+        _wait(self._writing)
         copies = []
         for first in range(0, groups, at_once):
             rows = self._device.read(ENCODED, min(groups, first + at_once), first)
