@@ -115,7 +115,7 @@ def test_wrong_guesses_leave_no_trace(engine, right):
 class Oracle:
     """Guesses of answers that are known, every third of them wrong."""
 
-    expected, free, follows = 0.7, True, False
+    expected, free, follows, at_once = 0.7, True, False, False
 
     def __init__(self, known):
         self.known = known

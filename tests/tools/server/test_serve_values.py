@@ -80,9 +80,9 @@ def test_every_field_is_known():
     }  # fmt: skip
     assert len(read) > 100 and {(name, field) for name, field in read if field not in known} == set()
     assert {path for path, method, handler in application.ROUTES if method == "POST"} - EXAMPLES.keys() == {
-        # other addresses of some of them
-        "/chat/completions", "/completions", "/responses", "/embeddings", "/rerank", "/v2/rerank", "/reranking",
-        "/v1/reranking",
+        # other addresses of some of them, and one with a single field (test_serve_slots.py)
+        "/slots/{number:int}", "/chat/completions", "/completions", "/responses", "/embeddings", "/rerank",
+        "/v2/rerank", "/reranking", "/v1/reranking",
     }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from mlc_amd.tools.server.library import LoadedModel
 from mlc_amd.tools.server.service import read_fields, service_of
 from mlc_amd.tools.server.streaming import Json
 
-_LONGEST_NAME = 200  # characters
+_LONGEST_NAME = 200  # bytes
 
 
 async def slot(request: Request) -> Response:
@@ -47,7 +47,8 @@ async def slot(request: Request) -> Response:
 def _file_name(fields: Fields) -> str:
     fields.required("filename")
     name = fields.text("filename")
-    if not name.isprintable() or len(name) > _LONGEST_NAME or name.startswith(".") or not set(name).isdisjoint("/\\"):
+    allowed = name.isprintable() and not name.startswith(".") and set(name).isdisjoint("/\\")
+    if not allowed or len(name.encode()) > _LONGEST_NAME:
         raise fields.wrong("filename", "the name of a file, without a folder")
     return name
 
