@@ -33,7 +33,8 @@ ALLOWED = {
     "dist": ("tools",),
 }
 MODULE = re.compile(rf"mlc_amd\.({'|'.join(package for package in ALLOWED if '.' not in package)})(\.\w+)*\.?")
-TESTS = {path.stem for path in (REPO / "tests" / "support").rglob("*.py")} | {"tests"}
+# what tests import by name alone, or as a package
+TESTS = {path.stem for of in ("support/**/*.py", "**/test_*.py") for path in (REPO / "tests").glob(of)} | {"tests"}
 
 
 def begins(module: str, package: str) -> bool:

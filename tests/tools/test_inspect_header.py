@@ -35,20 +35,20 @@ def write(path: Path, architecture: str) -> Path:
 
 
 @pytest.fixture
-def mamba(tmp_path) -> Path:
-    return write(tmp_path / "model.gguf", "mamba")
+def rwkv7(tmp_path) -> Path:
+    return write(tmp_path / "model.gguf", "rwkv7")
 
 
-def test_what_the_header_says_is_shown(inspect, mamba):
-    out, err = inspect(mamba)
+def test_what_the_header_says_is_shown(inspect, rwkv7):
+    out, err = inspect(rwkv7)
     assert err == ""
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    size = mamba.stat().st_size / 1024
+    size = rwkv7.stat().st_size / 1024
     head = ["name A made-up model", f"size {size:.2f} KiB on disk", "parameters 0.01 M", "quantization mostly F32"]
-    assert lines[:5] == [*head, f"file {mamba}"]
+    assert lines[:5] == [*head, f"file {rwkv7}"]
     for line in (
-        "mamba.context_length 1048576",
-        "mamba.layer_kinds 24 values",
+        "rwkv7.context_length 1048576",
+        "rwkv7.layer_kinds 24 values",
         "model gpt2",
         "tokens 100 values",
         "eos_token_id 7 'token7'",
@@ -57,9 +57,9 @@ def test_what_the_header_says_is_shown(inspect, mamba):
     ):
         assert line in lines, out
     (refusal,) = [line for line in lines if line.startswith("compile ")]
-    assert refusal.startswith("compile not possible: architecture 'mamba' is not supported; ")
+    assert refusal.startswith("compile not possible: architecture 'rwkv7' is not supported; ")
     assert "ssm_in" not in out and max(map(len, lines)) < 600  # the chat template is shortened
-    assert "blk.0.ssm_in.weight q8_0 32x64 2.12 KiB" in " ".join(inspect(mamba, "--tensors").out.split())
+    assert "blk.0.ssm_in.weight q8_0 32x64 2.12 KiB" in " ".join(inspect(rwkv7, "--tensors").out.split())
 
 
 def test_what_is_no_file(tmp_path, capsys):
@@ -72,11 +72,11 @@ def test_what_is_no_file(tmp_path, capsys):
         Engine.load(tmp_path / "folder.gguf")
 
 
-def test_json(inspect, mamba):
-    report = json.loads(inspect(mamba, "--json").out)
+def test_json(inspect, rwkv7):
+    report = json.loads(inspect(rwkv7, "--json").out)
     assert report["types"]["q8_0"] == {"tensors": 1, "weights": 2048, "bytes": 2176}
     assert report["tensors"][0] == {"name": "token_embd.weight", "dtype": "f32", "shape": [100, 64], "bytes": 25600}
-    assert report["metadata"]["general.architecture"] == "mamba" and "refusal" in report
+    assert report["metadata"]["general.architecture"] == "rwkv7" and "refusal" in report
 
 
 @pytest.mark.parametrize(
@@ -89,15 +89,15 @@ def test_quantization_is_what_the_file_is_called(file_type, name):
     assert quantization({"general.file_type": file_type}, totals) == name
 
 
-def test_other_defects_remain_errors(mamba, tmp_path, capsys):
+def test_other_defects_remain_errors(rwkv7, tmp_path, capsys):
     broken = tmp_path / "broken.gguf"
-    broken.write_bytes(mamba.read_bytes()[:300])
+    broken.write_bytes(rwkv7.read_bytes()[:300])
     for path, message in ((broken, "truncated or damaged"), (write(tmp_path / "llama.gguf", "llama"), "is missing")):
         assert cli.main(["inspect", str(path)]) == 1
         shown = capsys.readouterr()
         assert shown.out == "" and shown.err.startswith("error: ") and message in shown.err
 
 
-def test_it_cannot_be_compiled(mamba, capsys):
-    assert cli.main(["compile", str(mamba), "-o", str(mamba.parent / "out")]) == 1
-    assert "architecture 'mamba' is not supported" in capsys.readouterr().err
+def test_it_cannot_be_compiled(rwkv7, capsys):
+    assert cli.main(["compile", str(rwkv7), "-o", str(rwkv7.parent / "out")]) == 1
+    assert "architecture 'rwkv7' is not supported" in capsys.readouterr().err

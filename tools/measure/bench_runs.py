@@ -154,6 +154,13 @@ def _guess(batch: Batch, speculation: Speculation, texts: dict[Request, list[int
     length = len(next(iter(texts.values())))
     while min(done.values()) < length:
         begin = time.perf_counter()
+        if (count := min(speculation.resting, length - max(done.values()))) > 0:
+            batch.decode([text[done[request]] for request, text in texts.items()], count)
+            spent = time.perf_counter() - begin
+            for _ in range(count):
+                speculation.rested(len(texts), spent / count)
+            done = {request: of + count for request, of in done.items()}
+            continue
         choices = {request: GREEDY._replace(tokens=text[: done[request] + 1]) for request, text in texts.items()}
         drafts = speculation.drafts({request: Wanted(choice, batch.guess_room) for request, choice in choices.items()})
         drafted = time.perf_counter()
