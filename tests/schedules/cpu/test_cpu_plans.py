@@ -16,7 +16,7 @@ from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.runtime.measure.inputs import routing_tables
 from mlc_amd.schedules.cpu.base.arch import resolve
 from mlc_amd.schedules.space import space
-from mlc_amd.tools.reference.operators import used_slots
+from mlc_amd.tools.reference.mixture import used_slots
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call
 
