@@ -234,13 +234,14 @@ class StepLoop:
             chosen = self._run(step)
             seconds = self.clock() - guessed
             # after a step that it could not start ahead of, the device has waited for the host
-            waited, self._since = min(begun - self._since, seconds), guessed + seconds
+            waited = min(begun - self._since, seconds)
             guesses = step.drafts + [[]] * (len(chosen) - len(step.drafts))
             found = [right_ones(tokens, drafts) for tokens, drafts in zip(chosen, guesses, strict=True)]
             if self.speculation:
                 if not step.chunk:
                     learn(step, found, self._answers, self.speculation, guessed - begun, waited + seconds)
                 self.speculation.follow(step, [token for tokens in chosen for token in tokens], self.clock)
+            self._since = self.clock()
         self._complete(step, found)
 
     def _complete(self, step: PlannedStep, found: list[list[ChosenToken]]) -> None:
