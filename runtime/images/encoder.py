@@ -44,8 +44,8 @@ class ImageEncoder:
         }
         self._of = lru_cache(_SHAPES)(self._shape)
         self._pixels = np.zeros((self.most, vision["io"]["patches"]), np.float32)
-        self._written: tuple[int, list[int]] | None = None  # of whose places the device has the inputs
-        self._kept: list[_Shape] = []  # these
+        # of whose places the device has the inputs: the function's patches, and those of each image
+        self._written: tuple[int, list[tuple[int, int]]] | None = None
         self._putting: list[Future] = []  # of `_put`
         self._writing: list[Future] = []  # of `_memory`
         self._columns = artifact.manifest["io"][ENCODED]["shape"][1]
@@ -127,9 +127,9 @@ class ImageEncoder:
     def _runs(self, groups: Iterable[Sequence[PreparedImage]]) -> Iterator[list[np.ndarray]]:
         """The features of each group's images."""
         runs = [self._packed(group) for group in groups]
+        if runs:
+            self._put(runs[0])
         for run, following in zip(runs, [*runs[1:], None], strict=True):
-            if run is runs[0]:
-                self._put(run)
             self._write(run)
             if following:
                 self._put(following)
@@ -163,9 +163,9 @@ class ImageEncoder:
         write("state", (0, total, 0, 0))
         groups = total // (4 if self.vision["nested"] else self._each)
         write("answers", (groups, groups, 0, 0))
-        places = run.size, [*map(id, run.shapes)]
-        if self._written != places:
-            self._written, self._kept = places, run.shapes
+        written = run.size, [*map(self._patches, run.images)]
+        if self._written != written:
+            self._written = written
             for key, rows in self._places(run).items():
                 if key in self.vision["io"]:
                     write(key, rows)
