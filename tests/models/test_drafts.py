@@ -29,7 +29,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import CompileOptions, LoadOptions
 from mlc_amd.runtime.speculation.own_draft import OwnDraft
 from mlc_amd.tools.hub.models import load_engine
-from tests.runtime.engine.test_speculation import Eager
+from tests.runtime.engine.test_speculation import follow_prompt, guess_always
 
 EXACT = np.load(Path(__file__).parents[1] / "fixtures" / "drafts.npz")
 IDS = EXACT["ids"].tolist()
@@ -86,13 +86,7 @@ def test_guesses_are_those_of_llama_cpp(case):
         assert divergence(expected[depth], logits) < KL
         assert guess == expected[depth].argmax()
 
-    own.append(IDS)
-    for count in (40, 28):
-        assert own.reserve(count)
-        engine.cache.assign_slots([own])
-        runner.sample((), own.chunk(count), [GREEDY])
-        runner.follow(own.tokens[own.computed + 1 : own.computed + count + 1])
-        own.advance(count)
+    follow_prompt(engine, IDS, (40, 28))
     for token, after in ((IDS[68], [IDS[69], 3]), (IDS[69], [following])):
         assert own.reserve(1, 7)
         engine.cache.assign_slots([own])
@@ -119,11 +113,6 @@ def answers(engine, prompts=(IDS[:40], IDS[:3], IDS[20:]), **options):
     for piece in engine.generate(list(prompts), max_tokens=30, **options):
         found.setdefault(piece.index, []).append(piece.id)
     return found
-
-
-def guess_always(engine):
-    engine.speculate(engine.own_draft())
-    engine._loop.speculation = Eager(engine._loop.speculation.drafter, engine._loop.speculation._rows)
 
 
 @pytest.mark.parametrize("constrained", [False, True])

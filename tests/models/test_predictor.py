@@ -21,7 +21,7 @@ from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.engine.sampled_rows import GREEDY
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import CompileOptions, RunOptions
-from tests.runtime.engine.test_speculation import Eager
+from tests.runtime.engine.test_speculation import follow_prompt, guess_always
 
 EXACT = np.load(Path(__file__).parents[1] / "fixtures" / "predictor.npz")
 IDS = EXACT["ids"].tolist()
@@ -60,13 +60,7 @@ def test_guesses_are_those_of_the_formula(case):
         assert np.abs(logits - expected[depth]).max() < MAX_CHANGE * np.ptp(expected[depth])
         assert guess == expected[depth].argmax()
 
-    own.append(IDS)
-    for count in (40, 28):
-        assert own.reserve(count)
-        engine.cache.assign_slots([own])
-        runner.sample((), own.chunk(count), [GREEDY])
-        runner.follow(own.tokens[own.computed + 1 : own.computed + count + 1])
-        own.advance(count)
+    follow_prompt(engine, IDS, (40, 28))
     for token, following in ((IDS[68], [IDS[69], 3]), (IDS[69], [EXACT[f"{name} next"]])):
         assert own.reserve(1, len(following) - 1)
         engine.cache.assign_slots([own])
@@ -85,11 +79,6 @@ def answers(engine, **options):
     for piece in engine.generate([IDS[:40], IDS[:3], IDS[20:]], max_tokens=30, **options):
         found.setdefault(piece.index, []).append(piece.id)
     return found
-
-
-def guess_always(engine):
-    engine.speculate(engine.own_draft())
-    engine._loop.speculation = Eager(engine._loop.speculation.drafter, engine._loop.speculation._rows)
 
 
 @pytest.mark.parametrize("constrained", [False, True])

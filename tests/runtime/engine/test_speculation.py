@@ -29,6 +29,24 @@ class Eager(Speculation):
         return found
 
 
+def guess_always(engine):
+    """With the engine's own draft, however much it gains."""
+    engine.speculate(engine.own_draft())
+    engine._loop.speculation = Eager(engine._loop.speculation.drafter, engine._loop.speculation._rows)
+
+
+def follow_prompt(engine, ids, counts):
+    """The engine's own sequence gets these tokens, and computes chunks of so many, which its draft follows."""
+    runner, own = engine._runner, engine._own
+    own.append(ids)
+    for count in counts:
+        assert own.reserve(count)
+        engine.cache.assign_slots([own])
+        runner.sample((), own.chunk(count), [GREEDY])
+        runner.follow(own.tokens[own.computed + 1 : own.computed + count + 1])
+        own.advance(count)
+
+
 @pytest.fixture(scope="module")
 def engine(demo_artifact):
     with Engine.load(demo_artifact, RunOptions(kv_tokens=4096)) as engine:

@@ -15,7 +15,7 @@ pytest.importorskip("starlette")
 from servers.page_browser import PHONE, answer, ask, chromium, program, set_parameters, stored, visits
 from servers.serving import ServeProcess, started
 
-SERVER = Path(__file__).resolve().parents[3] / "tools" / "server"
+SERVER = Path(__file__).resolve().parents[4] / "tools" / "server"
 PAGE, SOURCE = SERVER / "page", SERVER / "page_source"
 KEY = "a key of the tests"
 ATTACK = "<img src=x onerror=\"document.title='broken'; window.broken = 1\"><script>window.broken = 1</script>"
