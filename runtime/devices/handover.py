@@ -1,7 +1,8 @@
 """Host memory through which GPUs hand over to others what they computed (staged.py, tensor.py): all read and write it
 themselves.
 
-It has PARTS: the one GPU writes a step to one of them while the other may still read the step before.
+It has PARTS: the one GPU writes a step to one of them while the other may still read the step before. Steps that are
+computed at the same time have PARTS each.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +16,12 @@ PAGE = 1 << 16  # bytes: drivers import whole pages of host memory, and this is 
 class Handover:
     """nbytes: of a part; addresses: of the parts. It must live as long as a device uses it."""
 
-    def __init__(self, nbytes: int):
+    def __init__(self, nbytes: int, parts: int = PARTS):
         self.nbytes = -(-max(nbytes, 1) // PAGE) * PAGE
-        self._memory = np.zeros(PARTS * self.nbytes + PAGE, np.uint8)
+        self._memory = np.zeros(parts * self.nbytes + PAGE, np.uint8)
         first = self._memory.ctypes.data
         first += -first % PAGE
-        self.addresses = [first + part * self.nbytes for part in range(PARTS)]
+        self.addresses = [first + part * self.nbytes for part in range(parts)]
 
 
 def spans(function: Mapping, key: str) -> Iterator[tuple[int, int, int]]:

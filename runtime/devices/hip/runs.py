@@ -94,8 +94,10 @@ class HipRuns(RunHooks):
         self._carried.enqueue_sent(run.name)
         self.hip("hipEventRecord", slot.event, self.stream)
 
-    def done(self) -> bool:
-        return self.hip.done(self.stream)
+    def done(self, run: QueuedRun | None) -> bool:
+        if run is None:
+            return self.hip.done("hipStreamQuery", self.stream)
+        return self.hip.done("hipEventQuery", self._slots[run.slot].event)
 
     def wait(self, run: QueuedRun) -> None:
         slot = self._slots[run.slot]
