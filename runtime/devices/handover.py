@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 PARTS = 2
+APART = 1 << 20  # bytes from which on a copy takes longer than to make one queue of a GPU wait for another
 PAGE = 1 << 16  # bytes: drivers import whole pages of host memory, and this is the largest that they use
 
 
@@ -24,6 +25,11 @@ class Handover:
         self.addresses = [first + part * self.nbytes for part in range(parts)]
 
 
+def size(function: Mapping, key: str) -> int:
+    """Bytes that a function "sends" or "receives"."""
+    return sum(end - first for first, end in function.get(key, ()))
+
+
 def spans(function: Mapping, key: str) -> Iterator[tuple[int, int, int]]:
     """(first, end, place in the memory) of the bytes of the arena that a function "sends" or "receives"."""
     at = 0
@@ -35,4 +41,4 @@ def spans(function: Mapping, key: str) -> Iterator[tuple[int, int, int]]:
 
 def between(functions: Sequence[Mapping]) -> Handover:
     """For what the functions of a stage hand over."""
-    return Handover(max((sum(end - first for first, end in function["sends"]) for function in functions), default=0))
+    return Handover(max((size(function, "sends") for function in functions), default=0))

@@ -22,9 +22,10 @@ from mlc_amd.runtime.artifact.manifest import boxes_of
 from mlc_amd.runtime.artifact.ranks import segments
 from mlc_amd.runtime.devices.exchange.choice import boxes_between
 from mlc_amd.runtime.devices.exchange.unsuitable import Unsuitable
-from mlc_amd.runtime.devices.handover import PARTS, Handover
+from mlc_amd.runtime.devices.handover import PARTS, Handover, size
 from mlc_amd.runtime.devices.several import PAUSE, Opener, SeveralGpus
 from mlc_amd.runtime.errors import MachineError
+from mlc_amd.runtime.exchange_layout import EXCHANGING
 
 Result = TypeVar("Result")
 
@@ -48,7 +49,7 @@ class TensorDevice(SeveralGpus):
         if manifest["inline"]:
             self._exchange_inline(devices)
         functions = manifest["functions"].values()
-        most = len(devices) * max(sum(end - first for first, end in function["sends"]) for function in functions)
+        most = len(devices) * max(size(function, "sends") for function in functions)
         shared = Handover(most, 2 * PARTS)
         for device in devices:
             device.connect(shared, shared)
@@ -135,7 +136,8 @@ class TensorDevice(SeveralGpus):
 
     def time(self, function: str) -> list[tuple[str, float, float]]:
         """Of one of the GPUs. See the protocol. UserError where it cannot."""
-        return [one for found in self._on_last(function, lambda device, name: device.time(name)) for one in found]
+        found = self._on_last(function, lambda device, name: device.time(name))
+        return [(kernel.removeprefix(EXCHANGING), *times) for part in found for kernel, *times in part]
 
     @property
     def waited(self) -> float:

@@ -243,8 +243,7 @@ class HipDevice(QueuedDevice):
 
     def _fetch_sent(self, function: str) -> None:
         if self.manifest["functions"][function].get("sends"):
-            self._carried.enqueue_sent(function)
-            self._wait()
+            self._wait(self._carried.enqueue_sent(function))
 
     def exchange_through(self, boxes: Mapping[str, int]) -> Iterator[None]:
         self._boxes, steps = boxes, self._prepare()
@@ -291,9 +290,9 @@ class HipDevice(QueuedDevice):
         with self._usable("copying"):
             return launching.copy_bandwidth(self.hip, self.stream)
 
-    def _wait(self) -> None:
+    def _wait(self, stream=None) -> None:
         start = time.perf_counter()
-        self.hip("hipStreamSynchronize", self.stream)
+        self.hip("hipStreamSynchronize", stream or self.stream)
         self._runs.waited += time.perf_counter() - start
 
     def read(self, name: str, rows: int, first: int = 0) -> np.ndarray:

@@ -91,8 +91,7 @@ class HipRuns(RunHooks):
     def _end(self, run: QueuedRun) -> None:
         slot = self._slots[run.slot]
         slot.fetch_results()
-        self._carried.enqueue_sent(run.name)
-        self.hip("hipEventRecord", slot.event, self.stream)
+        self.hip("hipEventRecord", slot.event, self._carried.enqueue_sent(run.name))
 
     def done(self, run: QueuedRun | None) -> bool:
         if run is None:

@@ -6,12 +6,10 @@ Where a GPU has queues for copies, they copy what is large, so that another run 
 import ctypes
 from collections.abc import Mapping, Sequence
 
-from mlc_amd.runtime.devices.handover import Handover, spans
+from mlc_amd.runtime.devices.handover import APART, Handover, size, spans
 from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder
 from mlc_amd.runtime.devices.vulkan.context import Context, Queue, together
 from mlc_amd.runtime.devices.vulkan.memory import MemoryBlock, VulkanMemory
-
-APART = 1 << 20  # bytes from which on a copy takes longer than to order two queues
 
 
 class Carried:
@@ -46,7 +44,7 @@ class Carried:
         found: list[tuple[int, ctypes.Array]] = []
         main, waits, signals = {"receives": [], "sends": []}, [], []
         for i, (key, part) in enumerate(zip(main, self.parts, strict=True)):
-            if not context.copies or sum(end - first for first, end in function.get(key, ())) < APART:
+            if not context.copies or size(function, key) < APART:
                 main[key] = self._copied(name, key, part)
                 continue
             semaphore = self._semaphore(key, part)
