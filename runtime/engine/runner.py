@@ -28,7 +28,9 @@ class Runner:
     them."""
 
     def __init__(self, artifact, device, cache: KvCache, images: Features | None = None) -> None:
-        self.device, self.cache, self.functions = device, cache, Functions(artifact.manifest)
+        self.device, self.cache = device, cache
+        beside = None if cache.cells else getattr(device, "can_run_beside", None)  # cells are those of a step
+        self.functions = Functions(artifact.manifest, beside)
         self.vocab = artifact.manifest["model"]["vocab"]
         self.images = images or Features()
         self._entries = artifact.manifest["functions"]
@@ -155,13 +157,13 @@ class Runner:
     def _second_half(self, singles: Sequence[SingleRow], chunk: ChunkRows | None) -> ChunkRows | None:
         """What the next run is to compute of a chunk: all of it, or the second half where the device computes the first
         one beside."""
-        possible = getattr(self.device, "can_run_beside", None)
-        if not possible or not chunk or chunk.images:
+        beside = self.functions.beside
+        if not beside or not chunk:
             return chunk
         ids, position, slot, places, *_ = chunk
         half = (len(singles) + len(ids) + 1) // 2
         count = next((size for size in self.functions.chunk_sizes if size >= half), len(ids))
-        if count >= len(ids) or not possible(self.functions.of(0, count).name):
+        if count >= len(ids) or not beside(self.functions.of(0, count).name):
             return chunk
         first, second = (None, None) if places is None else (places[:count], places[count:])
         self.device.run_beside(self.prepare_chunk(ChunkRows(ids[:count], position, slot, first)))

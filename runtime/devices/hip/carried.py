@@ -61,12 +61,13 @@ class HipCarried:
         if event:
             self._wait_for(event, stream, self._stream)
 
-    def enqueue_sent(self, name: str) -> Any:
-        """After them. Returns the stream that does it."""
+    def enqueue_sent(self, name: str, part: int | None = None) -> Any:
+        """After them. part: as `parts` were for that run, if others came since. Returns the stream that does it."""
         stream, event = self._stream_of(name, "sends")
         if event:
             self._wait_for(event, self._stream, stream)
-        self._enqueue(name, "sends", self.parts[1], self._hip.names.hipMemcpyKind.hipMemcpyDeviceToHost, stream)
+        part = self.parts[1] if part is None else part
+        self._enqueue(name, "sends", part, self._hip.names.hipMemcpyKind.hipMemcpyDeviceToHost, stream)
         return stream
 
     def _stream_of(self, name: str, key: str) -> tuple[Any, Any]:

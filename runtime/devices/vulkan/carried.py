@@ -47,6 +47,8 @@ class Carried:
             if not context.copies or size(function, key) < APART:
                 main[key] = self._copied(name, key, part)
                 continue
+            if key == "receives":
+                main[key] = self._own(name)
             semaphore = self._semaphore(key, part)
             (waits, signals)[i].append(semaphore)
             ends = ((), (semaphore,)) if key == "receives" else ((semaphore,), ())
@@ -69,8 +71,20 @@ class Carried:
         if not self._functions[name].get(key, ()):
             return []
         if (name, key, part) not in self._copies:
-            self._copies[name, key, part] = [self._record(name, key, part)]
+            own = self._own(name) if key == "receives" else []
+            self._copies[name, key, part] = [*own, self._record(name, key, part)]
         return self._copies[name, key, part]
+
+    def _own(self, name: str) -> list[ctypes.Structure]:
+        """What this GPU itself sent, to where it belongs among what it received."""
+        if "own" not in (function := self._functions[name]):
+            return []
+        source, target, count = function["own"]
+        recorder = CommandRecorder(self._context, 0)
+        recorder.begin()
+        recorder.copy(self._arena, source, self._arena, target, count)
+        self._kept.append(recorder.end())
+        return self._kept[-1:]
 
     def _record(
         self,
@@ -88,7 +102,4 @@ class Carried:
             places = (host, at), (self._arena, first)
             (source, target) = places if key == "receives" else places[::-1]
             recorder.copy(*source, *target, end - first)
-        if key == "receives" and (own := function.get("own")):
-            source, target, count = own
-            recorder.copy(self._arena, source, self._arena, target, count)
         return recorder.end(waits, signals)

@@ -188,8 +188,9 @@ class Replays(RunHooks):
     def _submit(self, name: str, pieces: tuple[WorkPiece, ...], submissions: list[ctypes.Structure]) -> Iterator[None]:
         """Pauses before each wait."""
         before, last = [*self.io.before(), *self.carried.received(name)], len(submissions) - 1
+        after = self.carried.sent(name)  # before another run is told where its rows go
         for i, (piece, submission) in enumerate(zip(pieces or ((),), submissions, strict=True)):
-            self.context.submit(*before, submission, *(self.carried.sent(name) if i == last else ()))
+            self.context.submit(*before, submission, *(after if i == last else ()))
             before = []
             start = time.perf_counter()
             yield
