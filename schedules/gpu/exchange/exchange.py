@@ -52,11 +52,6 @@ class ExchangePlan:
     pause: int = 0
 
 
-def words_of(op: AllReduce | AllGather) -> int:
-    """What a GPU sends to each other one in a round."""
-    return op.m * op.n // (4 if isinstance(op, AllReduce) else 2)
-
-
 def default_plan(values: int, arch: Device) -> ExchangePlan:
     """Of so many values: many small workgroups, each has its own way to memory; on CPUs one."""
     if arch.family == "generic":
@@ -81,7 +76,7 @@ def exchange(
     all.
     polls: as of POLLS; when a thread gives up, Y is not valid, Control[FAILED] is set, and later launches do nothing.
     ValueError unless words fill cache lines and fit."""
-    values, parts, words, sums = op.m * op.n, op.parts, words_of(op), isinstance(op, AllReduce)
+    values, parts, words, sums = op.m * op.n, op.parts, op.words, isinstance(op, AllReduce)
     if words % LINE or words > capacity:
         raise ValueError(f"{op.m} x {op.n} values are no whole cache lines of words, or more than {capacity} words")
     plan = plan or default_plan(4 * words, arch)
