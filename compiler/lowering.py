@@ -46,7 +46,7 @@ def lower(model, target: Target, ctx: int | None = None) -> Lowered:
     """Builds, fuses and plans the functions of `model` (a GGUFModel or a synthetic one). ctx: tokens of KV cache, by
     default the model's context up to 4096. UserError if it is too large for the model or for kernels."""
     ctx, kept = sizes(model.config, target, ctx)
-    functions = with_drafts(target.functions_of(model.config, ctx), model.config)
+    functions = with_drafts(target.functions_of(model.config, ctx, model.gpus), model.config)
     images = image_functions(model.vision.config, ctx) if model.vision else []
     module, parameters = build_module(model, target, functions, ctx, images)
     module = target.select_kernels(fuse(module, target))

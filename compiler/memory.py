@@ -42,7 +42,8 @@ def needs(model, backend, ctx: int) -> Needs:
         experts=tuple(experts),
         kv=sum(map(nbytes, tensors)),
         token=token_bytes(config, backend, ctx, tensors),
-        buffers=_intermediate(config, backend, ctx) + logits + sampled,  # which the choice of tokens adjusts
+        # GPUs that share it compute two chunks at once; the choice of tokens adjusts logits
+        buffers=_intermediate(config, backend, ctx) * min(model.gpus, 2) + logits + sampled,
         context=ctx,
         longest=config.context,
         states=sum(map(nbytes, states)),

@@ -1,8 +1,8 @@
 """The memory that GPUs exchange parts of a sum through: what the kernel, the relay and the transports agree on.
 
-A word is 8 bytes: 32 bits of data and above them its round's number, 1 .. ROUNDS and again. A round uses slot
-number & 1. An outbox is two slots of `capacity` words. An inbox is such a pair of slots for each other rank, in their
-order. `Control` is int32[CONTROL].
+A word is 8 bytes: two halves of data, of which none is EMPTY. Rounds use two slots in turn, the second one first. An
+outbox is two slots of `capacity` words. An inbox is such a pair of slots for each other rank, in their order. All
+halves are EMPTY before anything is sent, and again once who waited for them has them. `Control` is int32[CONTROL].
 """
 
 # before a kernel's name: the kernel that exchanges parts while it runs, instead of that one
@@ -14,8 +14,8 @@ CONTROL = 4
 # words did not come; this GPU's number
 DONE, FAILED, RANK = 0, 1, 2
 GROUPS = 64  # workgroups of a launch, at most
-ROUNDS = (1 << 32) // GROUPS
 WORD = 8  # bytes
+EMPTY = -1  # a half without data: no float32 that arithmetic makes, and no two float16
 LINE = 8  # words of a cache line; what a round sends is whole lines
 
 

@@ -34,7 +34,7 @@ from mlc_amd.schedules.gpu.attention.cache import cache_types
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, planes
 from mlc_amd.schedules.gpu.base.quantize import TOKENS, WIDTH
 from mlc_amd.schedules.gpu.base.step import FEW
-from mlc_amd.schedules.gpu.exchange.exchange import exchange, words_of
+from mlc_amd.schedules.gpu.exchange.exchange import exchange
 from mlc_amd.schedules.gpu.experts.route import scratch_shapes as route_scratch
 from mlc_amd.schedules.gpu.linear import norm_place
 from mlc_amd.schedules.operators import AllGather, AllReduce, GateUp, HeadLinear, Linear, NormPlace
@@ -268,7 +268,7 @@ class GpuTarget(Target):
             step("")
         made = {"libraries": libraries, "launches": launches}
         if exchanges.operators:
-            words = {EXCHANGING + name: words_of(op) for name, op in exchanges.operators.items()}
+            words = {EXCHANGING + name: op.words for name, op in exchanges.operators.items()}
             made["exchange"] = {"capacity": exchanges.capacity, "words": words}
             if not self.peers:
                 (directory / RELAY).write_bytes(relay_code())
@@ -278,11 +278,11 @@ class GpuTarget(Target):
     def _exchanges(self, names: Sequence[str]) -> _Exchanges:
         """Of these kernels those that can exchange parts while they run."""
         found = {name: op for name in names if isinstance(op := self.workloads.get(name), AllReduce | AllGather)}
-        able = {name: op for name, op in found.items() if words_of(op) <= MOST_WORDS and words_of(op) % LINE == 0}
+        able = {name: op for name, op in found.items() if op.words <= MOST_WORDS and op.words % LINE == 0}
         sums = (op for op in able.values() if isinstance(op, AllReduce))
-        if smallest := min(sums, key=words_of, default=None):
+        if smallest := min(sums, key=lambda op: op.words, default=None):
             able[PROBE.removeprefix(EXCHANGING)] = replace(smallest, residual=True)
-        return _Exchanges(able, max(map(words_of, able.values()), default=0))
+        return _Exchanges(able, max((op.words for op in able.values()), default=0))
 
     def compile_arch(self, arch, kernels, directory, step=lambda name: None, workers=ALONE):
         codes = representatives(kernels)

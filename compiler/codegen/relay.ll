@@ -1,5 +1,5 @@
 ; The relay between GPUs that cannot write to one another's memory: copies words from outboxes to inboxes, a cache line
-; at a time, as soon as all of a line's words have their round's number (runtime/exchange_layout.py).
+; at a time, as soon as no half of its words is EMPTY, -1 (runtime/exchange_layout.py), and makes them EMPTY first.
 ;
 ; i64 relay(ptr job) copies rounds as they are asked for, until it found nothing to do `patience` times in a row. It goes
 ; on where it was when it is called again. It takes a line of each outbox before the next line of any, as workgroups
@@ -8,7 +8,7 @@
 ;   4 outboxes, 5 patience, 6 bytes of a slot
 ;   7 address of int64[4096]: lines of a round, 8 and 9: this job copies part (8) out of (9) of them
 ;   then for each outbox: 0 address, 1 inboxes, 2.. their addresses
-; Rounds have numbers 1 .. 2^26 and again; odd ones use the second slot.
+; The first round uses the second slot, the next one the first.
 
 target triple = "x86_64-unknown-linux-gnu"
 
@@ -55,8 +55,7 @@ ask.wait:
   br i1 %asked.enough, label %end, label %ask
 
 round.begin:
-  %turn = and i64 %done, 67108863
-  %number = add i64 %turn, 1
+  %number = add i64 %done, 1
   %entry.number = and i64 %done, 4095
   %all.at = getelementptr i64, ptr %ring, i64 %entry.number
   %all.lines = load volatile i64, ptr %all.at
@@ -67,9 +66,6 @@ round.begin:
   %lines = sub i64 %to.line, %from.line
   %parity = and i64 %number, 1
   %offset = mul i64 %parity, %slot
-  %number32 = trunc i64 %number to i32
-  %one.number = insertelement <8 x i32> poison, i32 %number32, i32 0
-  %numbers = shufflevector <8 x i32> %one.number, <8 x i32> poison, <8 x i32> zeroinitializer
   %some = icmp slt i64 %line.begin, %lines
   br i1 %some, label %line, label %round.done
 
@@ -96,10 +92,9 @@ outbox:
 poll:
   %idle = phi i64 [ 0, %outbox ], [ %idle.next, %wait ]
   %words = load volatile <16 x i32>, ptr %from, align 64
-  %found = shufflevector <16 x i32> %words, <16 x i32> poison, <8 x i32> <i32 1, i32 3, i32 5, i32 7, i32 9, i32 11, i32 13, i32 15>
-  %same = icmp eq <8 x i32> %found, %numbers
-  %all = call i1 @llvm.vector.reduce.and.v8i1(<8 x i1> %same)
-  br i1 %all, label %copies, label %wait
+  %there = icmp ne <16 x i32> %words, splat (i32 -1)
+  %all = call i1 @llvm.vector.reduce.and.v16i1(<16 x i1> %there)
+  br i1 %all, label %empty, label %wait
 
 wait:
   call void @llvm.x86.sse2.pause()
@@ -107,8 +102,12 @@ wait:
   %enough = icmp sge i64 %idle.next, %patience
   br i1 %enough, label %suspend, label %poll
 
+empty:
+  store volatile <16 x i32> splat (i32 -1), ptr %from, align 64
+  br label %copies
+
 copies:
-  %t = phi i64 [ 0, %poll ], [ %t.next, %copies ]
+  %t = phi i64 [ 0, %empty ], [ %t.next, %copies ]
   %target.at = getelementptr i64, ptr %targets, i64 %t
   %target.box = load ptr, ptr %target.at
   %target = getelementptr i8, ptr %target.box, i64 %offset
@@ -148,7 +147,7 @@ end:
   ret i64 %left
 }
 
-declare i1 @llvm.vector.reduce.and.v8i1(<8 x i1>)
+declare i1 @llvm.vector.reduce.and.v16i1(<16 x i1>)
 declare void @llvm.x86.sse2.pause()
 declare void @llvm.x86.sse.sfence()
 

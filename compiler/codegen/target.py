@@ -8,7 +8,7 @@ and types share one. `plans` says which plan a workload has on an arch.
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -79,11 +79,12 @@ class Target(ABC):
     def functions(self, ctx: int) -> list[FunctionSpec]:
         """The functions of a model for sequences of up to `ctx` tokens: "decode" of one row, and those of more rows."""
 
-    def functions_of(self, config: ModelConfig, ctx: int) -> list[FunctionSpec]:
+    def functions_of(self, config: ModelConfig, ctx: int, gpus: int = 1) -> list[FunctionSpec]:
         """The functions of that model: `functions`, or an encoder's, which compute texts of up to `ctx` tokens each,
-        the largest many at once."""
+        the largest many at once. gpus: that share it by tensor: they compute halves of long chunks side by side."""
         if not config.encoder:
-            return self.functions(ctx)
+            found = self.functions(ctx)
+            return found if gpus == 1 else [*found, *_halves(found)]
         sizes = {*self.encoder_rows[:-1], max(self.encoder_rows[-1], ctx)}
         return [FunctionSpec(f"encode_{m}", m, 0, "all") for m in sorted(sizes)]
 
@@ -276,6 +277,17 @@ class Target(ABC):
             inplace = [-1] * (len(outputs) - written) + places
             return relax.op.call_tir_inplace(gv, relax.Tuple(inputs), inplace, outputs)
         return relax.op.call_tir(gv, relax.Tuple(inputs), outputs if len(outputs) > 1 else outputs[0])
+
+
+def _halves(functions: Sequence[FunctionSpec]) -> Iterator[FunctionSpec]:
+    """Of the functions for the longest chunks."""
+    longest = max(spec.m for spec in functions)
+    names = {spec.name for spec in functions}
+    for spec in functions:
+        half = longest // 2
+        name = spec.name.replace(str(longest), str(half))
+        if spec.m == longest and spec.single < half and name not in names and spec.answers != "all":
+            yield replace(spec, name=name, m=half)
 
 
 def _own_caches(config: ModelConfig) -> Iterator[tuple[int, AttentionConfig]]:

@@ -5,6 +5,7 @@ terms: what adds terms to one another, or multiplies them, makes terms; all else
 terms are added up before they cross between GPUs.
 """
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 from tvm import relax
@@ -46,10 +47,10 @@ def whole(g: Graph, x, residual=None):
     if x not in g.terms:
         return x
     m, n = shape_of(x)
-    half = m * n // 2 > exchange.MOST_WORDS  # of float16: copied, not sent while kernels run
-    if half:
+    op = AllReduce(n=n, parts=g.model.gpus, m=m, residual=residual is not None)
+    if op.words > exchange.MOST_WORDS:  # copied, not sent while kernels run
         x = g.bb.emit(relax.op.astype(g.bb.emit(OPS.clip(x, -HALF_MAX, HALF_MAX)), "float16"))
-    op = AllReduce(n=n, parts=g.model.gpus, m=m, residual=residual is not None, half=half)
+        op = replace(op, half=True)
     added = [] if residual is None else [residual]
     return g.bb.emit(relax.TupleGetItem(g.bb.emit(ops.call(op, [g.state, x, *added])), 0))
 

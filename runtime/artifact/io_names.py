@@ -30,6 +30,10 @@ PACKED = ("segments", "pooled")  # of encoders of texts: first row and end of ea
 PER_ROW = ("tokens", "rows", "sources", "places", FEATURES, *PATCHES, "pooled")
 PER_ANSWER = ("logits", "sampling", "changes", "allowed", "sampled", "logprobs", ENCODED)
 
+# What each step has of its own besides: a chunk that is computed beside the next one has them a second time.
+OF_STEP = ("state", "answers", "tokens", "rows", "sources", "places")
+BESIDE = "@"  # after the names of these, and of functions for such chunks
+
 
 def page_table(span: int) -> str:
     """The io buffer of the page tables of layers of that span, or of the cells of those that keep a state."""

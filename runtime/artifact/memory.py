@@ -92,12 +92,13 @@ def of_manifest(manifest: Manifest) -> Needs:
     kernels = [kernel for arch in manifest["launches"].values() for kernel in arch.values()]
     scratch = max((sum(kernel["scratch"]) for kernel in kernels), default=0)
     kind, io = manifest["target"]["kind"], sum(map(nbytes, manifest["io"].values()))
+    arenas = 2 if "part_bytes" in manifest and "inline" not in manifest else 1  # ranks.py makes the second one
     return Needs(
         weights=manifest.get("part_bytes", manifest["weight_bytes"]),
         experts=tuple(experts),
         kv=sum(map(nbytes, manifest["kv"])),
         token=manifest["token_bytes"],
-        buffers=manifest["arena_bytes"] + scratch * (RING if kind == "vulkan" else 1) + io,
+        buffers=manifest["arena_bytes"] * arenas + scratch * (RING if kind == "vulkan" else 1) + io,
         context=manifest["context"],
         longest=manifest["model"]["context"],
         states=sum(map(nbytes, states)),

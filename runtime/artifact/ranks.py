@@ -5,12 +5,16 @@ In: an artifact. Out: for each GPU a `PartArtifact`, whose manifest has each fun
 launches that need what other GPUs computed: "decode", "decode.1" and so on. What a segment "sends", of all GPUs in
 their order, the next one "receives": bytes of the arena, as of the stages of stages.py. Where kernels exchange parts
 while they run, they are launched instead, and nothing is cut.
+
+A function of a chunk that was cut is there twice: "prefill_512@" has inputs and an arena of its own, so that one chunk
+may compute while rows of another one cross (runtime/devices/tensor.py).
 """
 
 from collections.abc import Collection, Iterator, Mapping
 from itertools import groupby
 from typing import cast
 
+from mlc_amd.runtime.artifact.io_names import BESIDE, OF_STEP
 from mlc_amd.runtime.artifact.manifest import (
     RANK,
     LaunchArgument,
@@ -36,9 +40,9 @@ def rank_artifact(artifact, rank: int, inline: bool = False) -> PartArtifact:
     return PartArtifact(artifact, _part(_Cutter(artifact.manifest, rank, inline), tensors, sizes), tensors)
 
 
-def segments(manifest: Manifest, name: str) -> list[str]:
-    """The names of a function's segments in the manifest of a part."""
-    found, functions = [name], manifest["functions"]
+def segments(functions: Collection[str], name: str) -> list[str]:
+    """The names of a function's segments among the functions of a part."""
+    found = [name]
     while (following := f"{name}.{len(found)}") in functions:
         found.append(following)
     return found
@@ -62,10 +66,20 @@ def _part(cutter: "_Cutter", tensors: Mapping[str, str], sizes: Mapping[str, int
         for name, function in manifest["functions"].items()
         for i, one in enumerate(cutter.segments(function))
     }
-    drawn, launches = manifest["tensors"], manifest["launches"]
+    drawn, launches, arena = manifest["tensors"], manifest["launches"], manifest["arena_bytes"]
+    chunks = [name for name, of in manifest["functions"].items() if not of["single"] and of["samples"]]
+    beside = {
+        f"{name}{BESIDE}{one.removeprefix(name)}": _beside(functions[one], arena)
+        for name in chunks
+        if len(cut := segments(functions, name)) > 1
+        for one in cut
+    }
+    io = manifest["io"]
     return cast(Manifest, {
         **manifest,
-        "functions": functions,
+        "functions": functions | beside,
+        "io": io | ({name + BESIDE: io[name] for name in OF_STEP if name in io} if beside else {}),
+        "arena_bytes": arena * (2 if beside else 1),
         "tensors": {name: drawn[stored] for name, stored in tensors.items() if stored in drawn},
         "launches": {arch: {k: of for k, of in found.items() if cutter.uses(k)} for arch, found in launches.items()},
         "kernels": [*manifest["kernels"], *map(_exchanging, filter(_is_exchange, manifest["kernels"]))],
@@ -73,6 +87,28 @@ def _part(cutter: "_Cutter", tensors: Mapping[str, str], sizes: Mapping[str, int
         "part_bytes": count,
         "inline": cutter.inline,
     })  # fmt: skip
+
+
+def _beside(segment: ManifestFunction, arena: int) -> ManifestFunction:
+    """The segment with inputs of its own, and what is in the arena so many bytes further."""
+
+    def moved(arg: LaunchArgument) -> LaunchArgument:
+        kind, where, *rest = cast(tuple, tuple(arg))
+        if kind == "arena":
+            return cast(LaunchArgument, [kind, where + arena, *rest])
+        return cast(LaunchArgument, [kind, where + BESIDE, *rest] if kind == "io" and where in OF_STEP else arg)
+
+    launches = [
+        ManifestLaunch(kernel=launch["kernel"], args=[moved(arg) for arg in launch["args"]])
+        for launch in segment["launches"]
+    ]
+    spans = {
+        key: [[a + arena, b + arena] for a, b in segment.get(key, ())]
+        for key in ("sends", "receives")
+        if key in segment
+    }
+    own = {"own": [place + arena for place in segment["own"][:2]] + segment["own"][2:]} if "own" in segment else {}
+    return cast(ManifestFunction, {**segment, "launches": launches, **spans, **own})
 
 
 def _is_exchange(kernel: ManifestKernel) -> bool:

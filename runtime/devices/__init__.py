@@ -40,7 +40,14 @@ Of a GPU that is a stage of several (staged.py), which one thread at a time may 
                              get, by name (artifact/manifest.py's `boxes_of`). Returns an iterator, which pauses after
                              each start of a step: all GPUs compute it at the same time
 
-Of several GPUs as one device:
+Of several GPUs that compute parts of the same rows:
+
+.can_run_beside(function)    whether a chunk computed by that function may be computed beside the next run, which is
+                             faster than one after the other: then `run_beside` exists
+.run_beside(function)        the next run computes this one, too, with the inputs that were written: both compute at the
+                             same time, this one first in each layer
+
+Of several GPUs that have layers each:
 
 .in_flight                   how many steps may be started before the oldest is waited for
 .feed(function)              runs a function whose results nobody wants, and need not wait for all of it

@@ -1,7 +1,8 @@
 """Host memory through which GPUs hand over to others what they computed (staged.py, tensor.py): all read and write it
 themselves.
 
-It has PARTS: the one GPU writes a step to one of them while the other may still read the step before.
+It has PARTS: the one GPU writes a step to one of them while the other may still read the step before. Steps that are
+computed at the same time have PARTS each.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,18 +10,24 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 PARTS = 2
+APART = 1 << 20  # bytes from which on a copy takes longer than to make one queue of a GPU wait for another
 PAGE = 1 << 16  # bytes: drivers import whole pages of host memory, and this is the largest that they use
 
 
 class Handover:
     """nbytes: of a part; addresses: of the parts. It must live as long as a device uses it."""
 
-    def __init__(self, nbytes: int):
+    def __init__(self, nbytes: int, parts: int = PARTS):
         self.nbytes = -(-max(nbytes, 1) // PAGE) * PAGE
-        self._memory = np.zeros(PARTS * self.nbytes + PAGE, np.uint8)
+        self._memory = np.zeros(parts * self.nbytes + PAGE, np.uint8)
         first = self._memory.ctypes.data
         first += -first % PAGE
-        self.addresses = [first + part * self.nbytes for part in range(PARTS)]
+        self.addresses = [first + part * self.nbytes for part in range(parts)]
+
+
+def size(function: Mapping, key: str) -> int:
+    """Bytes that a function "sends" or "receives"."""
+    return sum(end - first for first, end in function.get(key, ()))
 
 
 def spans(function: Mapping, key: str) -> Iterator[tuple[int, int, int]]:
@@ -34,4 +41,4 @@ def spans(function: Mapping, key: str) -> Iterator[tuple[int, int, int]]:
 
 def between(functions: Sequence[Mapping]) -> Handover:
     """For what the functions of a stage hand over."""
-    return Handover(max((sum(end - first for first, end in function["sends"]) for function in functions), default=0))
+    return Handover(max((size(function, "sends") for function in functions), default=0))

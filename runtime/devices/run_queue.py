@@ -43,8 +43,8 @@ class RunHooks(ABC):
         """Submits the rest of a run, with the LATE inputs that the host has written."""
 
     @abstractmethod
-    def done(self) -> bool:
-        """Whether what was submitted first, a run or a piece of one, is done."""
+    def done(self, run: QueuedRun | None) -> bool:
+        """Whether the oldest run is done; None: a piece of one."""
 
     @abstractmethod
     def wait(self, run: QueuedRun) -> None:
@@ -64,6 +64,7 @@ class RunQueue:
         self._busy = False  # the GPU may be
         self._slot = 0  # of the next run
         self._pieces: Iterator[None] | None = None  # of the run that `begin` began
+        self._begun = self._early = 0  # runs that it began; of which nobody knows yet that they are done
         self._since = 0.0  # when the oldest run had the GPU for itself
 
     def run(self, name: str, meanwhile: Callable[[], None] | None, pieces: Iterator[None]) -> None:
@@ -79,22 +80,33 @@ class RunQueue:
             pass
 
     def begin(self, name: str, pieces: Callable[[], Iterator[None]]) -> None:
-        """Starts a run for `finished`. pieces: as of `run`."""
-        self._pieces = pieces() if self._pacer.pieces(name) else None
-        if self._busy or self._pieces:
+        """Starts a run for `finished`, which may be called for the one before it later. pieces: as of `run`."""
+        cut = pieces() if self._pacer.pieces(name) else None
+        if self._begun and (cut or self._pieces):  # long ones have the GPU for themselves
+            while not self.finished():
+                pass
+            self._early += 1
+        elif self._busy and not self._begun:
             self.settle()
-        if self._pieces:
-            next(self._pieces)
+        self._begun, self._pieces = self._begun + 1, cut
+        if cut:
+            next(cut)
         else:
             self._submit(name)
 
     def finished(self) -> bool:
-        """Whether the run that was begun is done and its results can be read; if it is long, submits its next piece."""
-        if not self.hooks.done():
+        """Whether the run that was begun first is done and its results can be read; if it is long, submits its next
+        piece."""
+        if self._early:
+            self._early -= 1
+            return True
+        if not self.hooks.done(self._runs[0] if self._runs else None):
             return False
-        if self._pieces:
-            return next(self._pieces, self) is self
-        self.wait()
+        if not self._pieces:
+            self.wait()
+        elif next(self._pieces, self) is not self:
+            return False
+        self._begun -= 1
         return True
 
     def can_start_ahead(self, name: str, late: bool = False) -> bool:
@@ -148,6 +160,7 @@ class RunQueue:
     def settle(self) -> None:
         """Waits until nothing is in progress: no caller waits for earlier runs any more."""
         self._runs.clear()
+        self._begun = self._early = 0
         self.hooks.settle(self._busy)
         self._busy = False
 

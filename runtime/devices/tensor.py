@@ -3,7 +3,8 @@ hold the same rows, bit by bit.
 
 What they computed crosses while kernels run (exchange/), or between the segments of a function through host memory,
 which all GPUs read and write themselves (handover.py). One thread serves all GPUs: it begins a segment on each of them
-once all have finished the one before.
+once all have finished the one before. A chunk of a prompt may be computed beside the next step: segments of both take
+turns, so that GPUs compute one of them while rows of the other cross.
 
 Once a step has failed, what the cache holds is unknown: all later ones fail, too.
 """
@@ -16,13 +17,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from mlc_amd.runtime.artifact.io_names import BESIDE, OF_STEP
 from mlc_amd.runtime.artifact.manifest import boxes_of
 from mlc_amd.runtime.artifact.ranks import segments
 from mlc_amd.runtime.devices.exchange.choice import boxes_between
 from mlc_amd.runtime.devices.exchange.unsuitable import Unsuitable
-from mlc_amd.runtime.devices.handover import PARTS, Handover
+from mlc_amd.runtime.devices.handover import PARTS, Handover, size
 from mlc_amd.runtime.devices.several import PAUSE, Opener, SeveralGpus
 from mlc_amd.runtime.errors import MachineError
+from mlc_amd.runtime.exchange_layout import EXCHANGING
 
 Result = TypeVar("Result")
 
@@ -34,16 +37,20 @@ class TensorDevice(SeveralGpus):
         self._boxes: Any = None  # a transport
         super().__init__(artifact, openers)
         manifest = self.stages[0].manifest
-        self._segments = {name: segments(manifest, name) for name in self.manifest["functions"]}
-        self._rounds = {name: function["rounds"] for name, function in manifest["functions"].items()}
+        functions = manifest["functions"]
+        twins = [name + BESIDE for name in self.manifest["functions"] if name + BESIDE in functions]
+        self._segments = {name: segments(functions, name) for name in [*self.manifest["functions"], *twins]}
+        self._rounds = {name: function["rounds"] for name, function in functions.items()}
+        self._written: dict[str, np.ndarray] = {}  # inputs that chunks beside others have a second time
+        self._beside = ""  # the chunk that the next run computes, too
 
     def _connect(self, devices: Sequence[Any]) -> None:
         manifest = devices[0].manifest
         if manifest["inline"]:
             self._exchange_inline(devices)
         functions = manifest["functions"].values()
-        most = len(devices) * max(sum(end - first for first, end in function["sends"]) for function in functions)
-        shared = Handover(most)
+        most = len(devices) * max(size(function, "sends") for function in functions)
+        shared = Handover(most, 2 * PARTS)
         for device in devices:
             device.connect(shared, shared)
 
@@ -65,8 +72,19 @@ class TensorDevice(SeveralGpus):
 
     def write(self, name: str, values) -> None:
         self._alive()
+        if name in OF_STEP:
+            self._written[name] = np.array(values)
         for device in self.stages:
             device.write(name, values)
+
+    def can_run_beside(self, function: str) -> bool:
+        return function + BESIDE in self._segments
+
+    def run_beside(self, function: str) -> None:
+        for name, values in self._written.items():
+            for device in self.stages:
+                device.write(name + BESIDE, values)
+        self._beside = function + BESIDE
 
     def can_start_ahead(self, function: str, late: bool = False) -> bool:
         if len(self._segments[function]) > 1:
@@ -102,21 +120,24 @@ class TensorDevice(SeveralGpus):
             self._check_rounds()
 
     def run(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
+        beside, self._beside = self._beside, ""
         if self.can_start_ahead(function):
+            self._in_turn(beside)
             self.start(function, meanwhile)
             self.wait()
             return
         if meanwhile:
             meanwhile()
-        self._in_turn(function)
+        self._in_turn(beside, function)
 
     def run_plain(self, function: str) -> None:
         """Of one of the GPUs; the others compute as usual."""
-        self._in_turn(function, lambda device, name: device.run_plain(name))
+        self._on_last(function, lambda device, name: device.run_plain(name))
 
     def time(self, function: str) -> list[tuple[str, float, float]]:
         """Of one of the GPUs. See the protocol. UserError where it cannot."""
-        return [one for found in self._in_turn(function, lambda device, name: device.time(name)) for one in found]
+        found = self._on_last(function, lambda device, name: device.time(name))
+        return [(kernel.removeprefix(EXCHANGING), *times) for part in found for kernel, *times in part]
 
     @property
     def waited(self) -> float:
@@ -126,22 +147,40 @@ class TensorDevice(SeveralGpus):
         self._alive()
         return self.stages[-1].read(name, rows, first)
 
-    def _in_turn(self, function: str, compute: Callable[[Any, str], Result] | None = None) -> list[Result]:
-        """Computes the segments of a function, on the last GPU like this, if it is given. Its results."""
+    def _on_last(self, function: str, compute: Callable[[Any, str], Result]) -> list[Result]:
+        """Computes the segments of a function, on the last GPU like this. Returns its results."""
         found, last = [], self.stages[-1]
-        usual = self.stages[:-1] if compute else self.stages
         with self._working():
             for number, name in enumerate(self._segments[function]):
-                for device in self.stages:
-                    device.hand_over((number - 1) % PARTS, number % PARTS)
-                self._begin_rounds(name)
-                for device in usual:
-                    device.begin(name)
-                if compute:
-                    found.append(compute(last, name))
-                self._finish(usual)
+                self._begin(number, name, self.stages[:-1])
+                found.append(compute(last, name))
+                self._finish(self.stages[:-1])
                 self._check_rounds()
         return found
+
+    def _in_turn(self, *functions: str) -> None:
+        """Computes the segments of a function, or of two, of which the first one always comes first: its rows may be
+        what those of the other attend to. "": none."""
+        cuts = [self._segments[name] for name in functions if name]
+        running: set[int] = set()
+        with self._working():
+            for number in range(max(map(len, cuts), default=-1) + 1):
+                for lane, cut in enumerate(cuts):
+                    if lane in running:
+                        running.remove(lane)
+                        self._finish(self.stages)
+                        self._check_rounds()
+                    if number < len(cut):
+                        self._begin(number, cut[number], self.stages, lane)
+                        running.add(lane)
+
+    def _begin(self, number: int, segment: str, devices: Sequence[Any], lane: int = 0) -> None:
+        """lane: of the parts of the memory through which rows cross."""
+        for device in self.stages:
+            device.hand_over(lane * PARTS + (number - 1) % PARTS, lane * PARTS + number % PARTS)
+        self._begin_rounds(segment)
+        for device in devices:
+            device.begin(segment)
 
     def _begin_rounds(self, segment: str) -> None:
         if boxes := self._boxes:

@@ -1,7 +1,7 @@
 """The functions of an artifact's plan, and the smallest one for a step of so many single rows and rows of a chunk."""
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -78,9 +78,10 @@ class StepFunction:
 
 
 class Functions:
-    """See the module's docstring."""
+    """See the module's docstring. beside: whether a device computes a chunk of that function beside the next one: then
+    chunks are twice as long, and are computed by halves (runner.py)."""
 
-    def __init__(self, manifest: Mapping) -> None:
+    def __init__(self, manifest: Mapping, beside: Callable[[str], bool] | None = None) -> None:
         entries = [StepFunction(name, f["rows"], f["single"], f["logits"]) for name, f in decoders(manifest).items()]
         found = [function for function in entries if not is_draft(function.name)]
         self._chains = [function for function in entries if function.name.startswith(CHAIN)]
@@ -94,6 +95,10 @@ class Functions:
         # For `chunk_size`: rows of the functions for a chunk without single rows, ascending. The CPU's kernels compute
         # the rows that are live, whatever the function holds.
         sizes = tuple(dict.fromkeys(f.rows for f in self._steps if not f.mixes))
+        # halves of a chunk have no rows of images, nor inputs of layers for drafts
+        self.beside = None if self.drafts or manifest.get("images") else beside
+        if self.beside and self.beside(self.of(0, sizes[-1]).name):
+            sizes += (2 * sizes[-1],)
         self.chunk_sizes = sizes[-1:] if manifest["target"]["kind"] == "cpu" else sizes
         self.chunk_rows = self.chunk_sizes[-1]
         self.mixed_rows = max(f.rows for f in self._steps if f.single)  # of a step with single rows and a chunk

@@ -28,7 +28,9 @@ class Runner:
     them."""
 
     def __init__(self, artifact, device, cache: KvCache, images: Features | None = None) -> None:
-        self.device, self.cache, self.functions = device, cache, Functions(artifact.manifest)
+        self.device, self.cache = device, cache
+        beside = None if cache.cells else getattr(device, "can_run_beside", None)  # cells are those of a step
+        self.functions = Functions(artifact.manifest, beside)
         self.vocab = artifact.manifest["model"]["vocab"]
         self.images = images or Features()
         self._entries = artifact.manifest["functions"]
@@ -83,7 +85,7 @@ class Runner:
     def run(self, chunk: ChunkRows) -> np.ndarray:
         """The logits [vocab] of a chunk's last row, in memory that the next step may overwrite."""
         self._choices.clear()
-        rows = self._run((), chunk)
+        rows = self._run((), self._second_half((), chunk))
         return self.device.read("logits", rows)[rows - 1, : self.vocab]
 
     def sample(
@@ -91,6 +93,7 @@ class Runner:
     ) -> list[ChosenToken]:
         """Computes a step, and chooses a token for each of the first answers, as many as there are `choices`: or a
         function that returns them, called while the device computes what does not depend on them."""
+        chunk = self._second_half(singles, chunk)
         last = self._last_row(singles, chunk)
         known: Choices = ()
 
@@ -150,6 +153,21 @@ class Runner:
             return
         self._choices.clear()
         self.device.feed(self.prepare_chunk(chunk))
+
+    def _second_half(self, singles: Sequence[SingleRow], chunk: ChunkRows | None) -> ChunkRows | None:
+        """What the next run is to compute of a chunk: all of it, or the second half where the device computes the first
+        one beside."""
+        beside = self.functions.beside
+        if not beside or not chunk:
+            return chunk
+        ids, position, slot, places, *_ = chunk
+        half = (len(singles) + len(ids) + 1) // 2
+        count = next((size for size in self.functions.chunk_sizes if size >= half), len(ids))
+        if count >= len(ids) or not beside(self.functions.of(0, count).name):
+            return chunk
+        first, second = (None, None) if places is None else (places[:count], places[count:])
+        self.device.run_beside(self.prepare_chunk(ChunkRows(ids[:count], position, slot, first)))
+        return ChunkRows(ids[count:], position + count, slot, second)
 
     def start_ahead(self, singles: Sequence[SingleRow], choices: Choices | None) -> None:
         """Starts the next step of the same rows before the one in progress is finished. The tokens of `singles` are

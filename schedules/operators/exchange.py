@@ -6,6 +6,7 @@ itself, as the transport does it (runtime/devices/tensor.py).
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mlc_amd.schedules.operators.base import OUTPUT_SLOT, STATE_SLOT, Operator, Slot, named
 from mlc_amd.schedules.operators.layouts import Tensor
@@ -16,14 +17,20 @@ PARTS_SLOT = Slot("work", ("P",))
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange(Operator):
-    """parts: the number of GPUs; n: columns of what each one computed."""
+    """parts: the number of GPUs; n: columns of what each one computed; words: what a GPU sends to each other one, if
+    kernels exchange it while they run (runtime/exchange_layout.py)."""
 
     n: int
     parts: int
+    per_word: ClassVar[int]
 
     @property
     def variant(self) -> str:
         return f"_{self.parts}"
+
+    @property
+    def words(self) -> int:
+        return self.m * self.n // self.per_word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +40,7 @@ class AllReduce(Exchange, name="all_reduce", sizes="{0.n}"):
 
     residual: bool = False
     half: bool = False
+    per_word = 4  # rounded to float16
 
     @property
     def dtype(self) -> str:
@@ -48,6 +56,8 @@ class AllReduce(Exchange, name="all_reduce", sizes="{0.n}"):
 @dataclass(frozen=True, kw_only=True)
 class AllGather(Exchange, name="all_gather", sizes="{0.n}"):
     """What the GPUs computed side by side: x -> float32 [m, parts * n], P."""
+
+    per_word = 2
 
     def slots(self) -> Iterator[Slot]:
         yield from (STATE_SLOT, Slot("input", ("X",)), OUTPUT_SLOT, PARTS_SLOT)

@@ -37,10 +37,10 @@ def build(folder: Path, arch: str, gpus: int) -> None:
     for size in SIZES:
         for groups in GROUPS:
             values = size * 512
-            threads = min(profile.threads, max(profile.wave, values // 4 // groups))
+            threads = min(profile.threads, max(profile.wave, values // 8 // groups))
             op = AllReduce(m=1, n=values, parts=gpus, residual=True)
             pause = 200 if arch == "lavapipe" else 0  # it leaves loops after 65536 steps
-            kernel = exchange(op, values // 2, profile, "exchange", plan=ExchangePlan(groups, threads, pause))
+            kernel = exchange(op, values // 4, profile, "exchange", plan=ExchangePlan(groups, threads, pause))
             module = compile_spirv({"exchange": kernel}, profile)
             (launch,), (made,) = module.functions["exchange"].launches, module.modules.values()
             one = {"binary": made.binary.hex(), "grid": made.grid, "block": made.block, "args": launch.args}
@@ -69,7 +69,7 @@ def run(folder: Path, devices: list[int], rounds: int, relay_threads: list[int])
             for threads in relay_threads:
                 try:
                     memories = [VulkanMemory(context) for context in contexts]
-                    boxes = RelayedBoxes(memories, kernel.values // 2, folder / RELAY, threads)
+                    boxes = RelayedBoxes(memories, kernel.values // 4, folder / RELAY, threads)
                 except Unsuitable as e:
                     print(f"no exchange: {e}")
                     return 1

@@ -297,17 +297,29 @@ class Recorder:
         return OK
 
     def hipEventCreateWithFlags(self, flags):
-        return *OK, self._handle("event", pending=False, timed=flags != self.hipEventDisableTiming, at=None)
+        timed = flags != self.hipEventDisableTiming
+        return *OK, self._handle("event", asked=0, come=0, stream=None, timed=timed, at=None)
 
     def hipEventRecord(self, event, stream):
         assert event.gpu == stream.gpu
-        event.pending, event.stream = True, stream
+        event.asked, event.stream = event.asked + 1, stream
 
         def work():
             self.clock += EVENT_MS
-            event.pending, event.at = False, self.clock
+            event.come, event.at = event.come + 1, self.clock
 
         return self._enqueue(stream, work)
+
+    def hipStreamWaitEvent(self, stream, event, flags):
+        asked = event.asked
+        return self._enqueue(stream, lambda: WAITING if event.come < asked else None)
+
+    def hipEventQuery(self, event):
+        """As hipStreamQuery."""
+        if event.come == event.asked:
+            return OK
+        self._advance(event.stream)
+        return (hipError_t.hipErrorNotReady,)
 
     def hipEventElapsedTime(self, begin, end):
         assert begin.timed and end.timed and begin.at is not None and end.at is not None
@@ -315,7 +327,7 @@ class Recorder:
 
     def hipEventSynchronize(self, event):
         assert event.alive
-        while event.pending:
+        while event.come < event.asked:
             self._advance(event.stream)
         return OK
 

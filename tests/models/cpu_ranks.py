@@ -24,7 +24,7 @@ class CpuRanks:
         if meanwhile:
             meanwhile()
         host = np.zeros(0, np.uint8)
-        for name in segments(self.ranks[0].artifact.manifest, function):
+        for name in segments(self.ranks[0].artifact.manifest["functions"], function):
             sent = {}
             for rank in self.ranks:
                 one = rank.artifact.manifest["functions"][name]

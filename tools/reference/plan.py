@@ -121,7 +121,7 @@ class PartPlans:
 
     def run(self, function: str) -> None:
         sent = np.zeros(0, np.uint8)
-        for segment in segments(self._parts[0].artifact.manifest, function):
+        for segment in segments(self._parts[0].artifact.manifest["functions"], function):
             computed = []
             for part in self._parts:
                 part.take_over(segment, sent)

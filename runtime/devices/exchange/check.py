@@ -44,7 +44,7 @@ class CheckedGpu(Protocol):
 def probe(artifact, arch: str) -> tuple[dict, int]:
     """(The launch of the artifact's kernel for a check, how many values it exchanges.)"""
     (step,) = artifact.manifest["launches"][arch][PROBE]["steps"]
-    return step, 2 * artifact.manifest["exchange"]["words"][PROBE]
+    return step, 4 * artifact.manifest["exchange"]["words"][PROBE]
 
 
 def one_arch(archs: Sequence[str]) -> str:
@@ -79,7 +79,7 @@ def check(gpus: Sequence[CheckedGpu], boxes, values: int, rounds: int) -> float:
     expected, best = np.einsum("f,rfn->n", uses, parts(len(gpus), values)), math.inf
     boxes.reset()
     for _ in range(repeats):
-        boxes.begin(AT_ONCE, values // 2)
+        boxes.begin(AT_ONCE, values // 4)
         start = time.perf_counter()
         for gpu in gpus:
             gpu.begin()

@@ -7,7 +7,7 @@ import numpy as np
 
 from mlc_amd.runtime.devices.exchange.unsuitable import Unsuitable
 from mlc_amd.runtime.devices.hip.api import Hip, HipError
-from mlc_amd.runtime.exchange_layout import CONTROL, FAILED, RANK, WORD, inbox_words, outbox_words, row
+from mlc_amd.runtime.exchange_layout import CONTROL, EMPTY, FAILED, RANK, WORD, inbox_words, outbox_words, row
 
 ENABLED = "hipErrorPeerAccessAlreadyEnabled"
 
@@ -71,7 +71,7 @@ class PeerBoxes:
             control = np.zeros(CONTROL, np.int32)
             control[RANK] = rank
             self._copy(gpu, self._controls[rank], control.ctypes.data, control.nbytes, "hipMemcpyHostToDevice")
-            self._hip("hipMemset", self._inboxes[rank], 0, self._inbox_bytes)
+            self._hip("hipMemset", self._inboxes[rank], EMPTY & 0xFF, self._inbox_bytes)
             self._hip("hipDeviceSynchronize")
 
     def close(self) -> None:

@@ -70,10 +70,10 @@ class Relay:
             if mover.asleep:
                 mover.wake.set()
 
-    def stop(self, done: int = 0) -> None:
-        """Ends all rounds, also those whose words did not come. The next one is that after so many that are done."""
+    def stop(self) -> None:
+        """Ends all rounds, also those whose words did not come. The next one is the first again."""
         self.close()
-        self.closed, self.asked[0] = False, done
+        self.closed, self.asked[0] = False, 0
         self._movers = [_Mover(self, *share) for share in self._shares]
 
     def close(self) -> None:

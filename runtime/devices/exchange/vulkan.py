@@ -9,7 +9,7 @@ import numpy as np
 from mlc_amd.runtime.devices.exchange.relay import Relay, RelayCode, runs_here
 from mlc_amd.runtime.devices.exchange.unsuitable import Unsuitable
 from mlc_amd.runtime.devices.vulkan.memory import MemoryBlock, OutOfMemory, VulkanMemory
-from mlc_amd.runtime.exchange_layout import CONTROL, DONE, FAILED, RANK, WORD, inbox_words, outbox_words
+from mlc_amd.runtime.exchange_layout import CONTROL, DONE, EMPTY, FAILED, RANK, WORD, inbox_words, outbox_words
 
 
 class RelayedBoxes:
@@ -49,7 +49,7 @@ class RelayedBoxes:
 
     def _clear(self) -> None:
         for block in (*self._inboxes, *self._outboxes):
-            block.view(0, np.uint8, (block.nbytes,))[...] = 0
+            block.view(0, np.int32, (block.nbytes // 4,))[...] = EMPTY
         for rank in range(len(self._controls)):
             self._control(rank)[[DONE, FAILED, RANK]] = 0, 0, rank
 

@@ -47,10 +47,10 @@ class Hip:
             raise HipError(name, getattr(code, "name", str(code)))
         return (values[0] if len(values) == 1 else tuple(values)) if values else None
 
-    def done(self, stream) -> bool:
-        """Whether all that was enqueued on a stream is done."""
+    def done(self, query: str, what) -> bool:
+        """Whether a stream has done all that was enqueued (hipStreamQuery), or an event has come (hipEventQuery)."""
         try:
-            self("hipStreamQuery", stream)
+            self(query, what)
         except HipError as e:
             if e.code != "hipErrorNotReady":
                 raise

@@ -1,11 +1,15 @@
 """What functions take over from other GPUs, and hand over to them: bytes of the arena, which this GPU copies from and
-to memory of the host. Only GPUs that share a model have any (runtime/devices/staged.py, tensor.py)."""
+to memory of the host. Only GPUs that share a model have any (runtime/devices/staged.py, tensor.py).
+
+Those that compute parts of the same rows copy what is large on streams of its own, one for each direction, so that
+another run may compute meanwhile."""
 
 import ctypes
 from collections.abc import Mapping
 from contextlib import ExitStack
+from typing import Any
 
-from mlc_amd.runtime.devices.handover import Handover, spans
+from mlc_amd.runtime.devices.handover import APART, Handover, size, spans
 from mlc_amd.runtime.devices.hip.api import Hip, HipError
 from mlc_amd.runtime.devices.hip.memory import HipMemory
 
@@ -18,13 +22,20 @@ class HipCarried:
         self._hip, self._held, self._stream, self._functions = hip, held, stream, functions
         self._arena = memory.blocks["arena"][0]
         self._memory: dict[str, Handover] = {}
+        self._beside: dict[str, tuple[Any, Any]] = {}  # (stream, event) by direction
+        if any("own" in function for function in functions.values()):
+            self._beside = {"receives": self._new_stream(), "sends": self._new_stream()}
         self.parts: tuple[int, int] = (0, 0)
         for key in ("receives", "sends"):
-            if most := max((self._bytes(name, key) for name in functions), default=0):
+            if most := max((size(function, key) for function in functions.values()), default=0):
                 self._use(key, Handover(most))
 
-    def _bytes(self, name: str, key: str) -> int:
-        return sum(end - first for first, end in self._functions[name].get(key, ()))
+    def _new_stream(self) -> tuple[Any, Any]:
+        hip, held = self._hip, self._held
+        stream = hip.own(held, "hipStreamDestroy", hip("hipStreamCreateWithFlags", hip.names.hipStreamNonBlocking))
+        held.callback(hip.names.hipStreamSynchronize, stream)
+        flag = hip.names.hipEventDisableTiming
+        return stream, hip.own(held, "hipEventDestroy", hip("hipEventCreateWithFlags", flag))
 
     def _use(self, key: str, one: Handover) -> None:
         self._memory[key] = one
@@ -44,23 +55,42 @@ class HipCarried:
                 self._use(key, one)
 
     def enqueue_received(self, name: str) -> None:
-        self._enqueue(name, "receives", self.parts[0], self._hip.names.hipMemcpyKind.hipMemcpyHostToDevice)
+        """Before the launches of a function."""
+        stream, event = self._stream_of(name, "receives")
+        self._enqueue(name, "receives", self.parts[0], self._hip.names.hipMemcpyKind.hipMemcpyHostToDevice, stream)
+        if event:
+            self._wait_for(event, stream, self._stream)
 
-    def enqueue_sent(self, name: str) -> None:
-        self._enqueue(name, "sends", self.parts[1], self._hip.names.hipMemcpyKind.hipMemcpyDeviceToHost)
+    def enqueue_sent(self, name: str, part: int | None = None) -> Any:
+        """After them. part: as `parts` were for that run, if others came since. Returns the stream that does it."""
+        stream, event = self._stream_of(name, "sends")
+        if event:
+            self._wait_for(event, self._stream, stream)
+        part = self.parts[1] if part is None else part
+        self._enqueue(name, "sends", part, self._hip.names.hipMemcpyKind.hipMemcpyDeviceToHost, stream)
+        return stream
 
-    def _enqueue(self, name: str, key: str, part: int, kind) -> None:
+    def _stream_of(self, name: str, key: str) -> tuple[Any, Any]:
+        large = self._beside and size(self._functions[name], key) >= APART
+        return self._beside[key] if large else (self._stream, None)
+
+    def _wait_for(self, event, earlier, later) -> None:
+        """What is enqueued on a stream later on comes after what is on another one now."""
+        self._hip("hipEventRecord", event, earlier)
+        self._hip("hipStreamWaitEvent", later, event, 0)
+
+    def _enqueue(self, name: str, key: str, part: int, kind, stream) -> None:
         function = self._functions[name]
         for first, end, at in spans(function, key):
             host, own = self._memory[key].addresses[part] + at, self._arena + first
             target, source = (own, host) if key == "receives" else (host, own)
-            self._hip("hipMemcpyAsync", target, source, end - first, kind, self._stream)
+            self._hip("hipMemcpyAsync", target, source, end - first, kind, stream)
         if key == "receives" and "own" in function:
             source, target, count = function["own"]
             kind = self._hip.names.hipMemcpyKind.hipMemcpyDeviceToDevice
-            self._hip("hipMemcpyAsync", self._arena + target, self._arena + source, count, kind, self._stream)
+            self._hip("hipMemcpyAsync", self._arena + target, self._arena + source, count, kind, stream)
 
     def sent(self, name: str) -> bytes:
         """What the last run of a function has handed over."""
-        count = self._bytes(name, "sends")
+        count = size(self._functions[name], "sends")
         return ctypes.string_at(self._memory["sends"].addresses[self.parts[1]], count) if count else b""

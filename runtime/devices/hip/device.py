@@ -225,6 +225,7 @@ class HipDevice(QueuedDevice):
     def _run(self, function: str, graphs: dict) -> Iterator[None]:
         """Pauses before each wait for a piece."""
         self._send_inputs(function)
+        part = self._carried.parts[1]
         for piece in self.pacer.pieces(function) or ((),):
             start = time.perf_counter()
             if function in graphs and not piece:
@@ -235,16 +236,15 @@ class HipDevice(QueuedDevice):
             yield
             self._wait()
             self.pacer.record(function, time.perf_counter() - start, piece)
-        self._fetch_sent(function)
+        self._fetch_sent(function, part)
 
     def _send_inputs(self, function: str) -> None:
         self.memory.send_inputs()
         self._carried.enqueue_received(function)
 
-    def _fetch_sent(self, function: str) -> None:
+    def _fetch_sent(self, function: str, part: int | None = None) -> None:
         if self.manifest["functions"][function].get("sends"):
-            self._carried.enqueue_sent(function)
-            self._wait()
+            self._wait(self._carried.enqueue_sent(function, part))
 
     def exchange_through(self, boxes: Mapping[str, int]) -> Iterator[None]:
         self._boxes, steps = boxes, self._prepare()
@@ -291,9 +291,9 @@ class HipDevice(QueuedDevice):
         with self._usable("copying"):
             return launching.copy_bandwidth(self.hip, self.stream)
 
-    def _wait(self) -> None:
+    def _wait(self, stream=None) -> None:
         start = time.perf_counter()
-        self.hip("hipStreamSynchronize", self.stream)
+        self.hip("hipStreamSynchronize", stream or self.stream)
         self._runs.waited += time.perf_counter() - start
 
     def read(self, name: str, rows: int, first: int = 0) -> np.ndarray:

@@ -91,11 +91,12 @@ class HipRuns(RunHooks):
     def _end(self, run: QueuedRun) -> None:
         slot = self._slots[run.slot]
         slot.fetch_results()
-        self._carried.enqueue_sent(run.name)
-        self.hip("hipEventRecord", slot.event, self.stream)
+        self.hip("hipEventRecord", slot.event, self._carried.enqueue_sent(run.name))
 
-    def done(self) -> bool:
-        return self.hip.done(self.stream)
+    def done(self, run: QueuedRun | None) -> bool:
+        if run is None:
+            return self.hip.done("hipStreamQuery", self.stream)
+        return self.hip.done("hipEventQuery", self._slots[run.slot].event)
 
     def wait(self, run: QueuedRun) -> None:
         slot = self._slots[run.slot]

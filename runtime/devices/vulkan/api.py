@@ -37,7 +37,7 @@ NO_MEMORY = tuple(f"VK_ERROR_{name}" for name in _NO_MEMORY.split())
 DEVICE_LOST = "VK_ERROR_DEVICE_LOST"
 
 DEVICE_TYPES = ("other", "integrated", "discrete", "virtual", "cpu")  # VkPhysicalDeviceType
-QUEUE_GRAPHICS, QUEUE_COMPUTE = 1, 2
+QUEUE_GRAPHICS, QUEUE_COMPUTE, QUEUE_TRANSFER = 1, 2, 4
 DEVICE_LOCAL, HOST_VISIBLE, HOST_COHERENT, HOST_CACHED = 1, 2, 4, 8  # VkMemoryPropertyFlagBits
 UNCACHED = 0x40 | 0x80  # the same: DEVICE_COHERENT_BIT_AMD, DEVICE_UNCACHED_BIT_AMD
 HEAP_DEVICE_LOCAL = 1
@@ -49,7 +49,7 @@ DISPATCH_BASE = 0x10  # VkPipelineCreateFlagBits
 REQUIRE_FULL_SUBGROUPS = 2  # VkPipelineShaderStageCreateFlagBits
 BIND_COMPUTE = 1
 # VkPipelineStageFlagBits and VkAccessFlagBits
-TOP, COMPUTE, TRANSFER, BOTTOM, HOST = 0x1, 0x800, 0x1000, 0x2000, 0x4000
+TOP, COMPUTE, TRANSFER, BOTTOM, HOST, ALL_COMMANDS = 0x1, 0x800, 0x1000, 0x2000, 0x4000, 0x10000
 SHADER_READ, SHADER_WRITE, TRANSFER_READ, TRANSFER_WRITE, HOST_READ = 0x20, 0x40, 0x800, 0x1000, 0x2000
 QUERY_TIMESTAMP = 2
 RESULT_64, RESULT_WAIT = 1, 2
@@ -140,6 +140,7 @@ DeviceInfo 3: u32 flags, u32 queueCount, ptr queues, u32 layerCount, ptr layers,
   features
 SubmitInfo 4: u32 waitCount, ptr waits, ptr waitStages, u32 commandCount, ptr commands, u32 signalCount, ptr signals
 AllocateInfo 5: u64 allocationSize, u32 memoryTypeIndex
+SemaphoreInfo 9: u32 flags
 MappedRange 6: u64 memory, u64 offset, u64 size
 FenceInfo 8: u32 flags
 QueryPoolInfo 11: u32 flags, u32 queryType, u32 queryCount, u32 statistics
@@ -219,9 +220,10 @@ DEVICE = _functions("""
 ptr: vkDeviceWaitIdle vkEndCommandBuffer
 ptr u32 ptr u64: vkQueueSubmit
 ptr ptr ptr ptr: vkCreateFence vkCreateBuffer vkAllocateMemory vkCreateShaderModule vkCreatePipelineLayout
-  vkCreatePipelineCache vkCreateCommandPool vkCreateQueryPool
+  vkCreatePipelineCache vkCreateCommandPool vkCreateQueryPool vkCreateSemaphore
 *void ptr u64 ptr: vkDestroyFence vkDestroyBuffer vkGetBufferMemoryRequirements vkFreeMemory vkDestroyShaderModule
   vkDestroyPipelineLayout vkDestroyPipelineCache vkDestroyPipeline vkDestroyCommandPool vkDestroyQueryPool
+  vkDestroySemaphore
 ptr u32 ptr: vkResetFences vkInvalidateMappedMemoryRanges
 ptr u32 ptr u32 u64: vkWaitForFences
 *u64 ptr ptr: vkGetBufferDeviceAddress

@@ -1,12 +1,14 @@
 """What functions take over from other GPUs, and hand over to them: bytes of the arena, which this GPU copies from and
-to memory of the host. Only GPUs that share a model have any (runtime/devices/staged.py, tensor.py)."""
+to memory of the host. Only GPUs that share a model have any (runtime/devices/staged.py, tensor.py).
+
+Where a GPU has queues for copies, they copy what is large, so that another run may compute meanwhile."""
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from mlc_amd.runtime.devices.handover import Handover, spans
+from mlc_amd.runtime.devices.handover import APART, Handover, size, spans
 from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder
-from mlc_amd.runtime.devices.vulkan.context import Context
+from mlc_amd.runtime.devices.vulkan.context import Context, Queue, together
 from mlc_amd.runtime.devices.vulkan.memory import MemoryBlock, VulkanMemory
 
 
@@ -18,6 +20,8 @@ class Carried:
         self._context, self._memory, self._arena, self._functions = context, memory, arena, functions
         self._blocks: dict[str, list[MemoryBlock]] = {"receives": [], "sends": []}
         self._copies: dict[tuple[str, str, int], list[ctypes.Structure]] = {}
+        self._kept: list[ctypes.Structure] = []  # what arrays of submissions refer to
+        self._semaphores: dict[tuple[str, int], int] = {}  # between queues, by direction and part
         self.parts: tuple[int, int] = (0, 0)
 
     def connect(self, before: Handover | None, after: Handover | None) -> None:
@@ -34,20 +38,68 @@ class Carried:
         """What to submit after them."""
         return self._copied(name, "sends", self.parts[1])
 
+    def around(self, name: str, launches: ctypes.Structure) -> list[tuple[int, ctypes.Array]]:
+        """All of a run, for `enqueue_together`: what it receives, its launches (a submission), what it sends."""
+        function, context = self._functions[name], self._context
+        found: list[tuple[int, ctypes.Array]] = []
+        main, waits, signals = {"receives": [], "sends": []}, [], []
+        for i, (key, part) in enumerate(zip(main, self.parts, strict=True)):
+            if not context.copies or size(function, key) < APART:
+                main[key] = self._copied(name, key, part)
+                continue
+            if key == "receives":
+                main[key] = self._own(name)
+            semaphore = self._semaphore(key, part)
+            (waits, signals)[i].append(semaphore)
+            ends = ((), (semaphore,)) if key == "receives" else ((semaphore,), ())
+            copy = self._record(name, key, part, context.copies[i], *ends)
+            found.append((context.copies[i].handle, together([copy])))
+            self._kept.append(copy)
+        if waits or signals:
+            launches = context.submission(launches.handles[0], waits, signals)
+            self._kept.append(launches)
+        computed = context.queue, together([*main["receives"], launches, *main["sends"]])
+        found.insert(len(waits), computed)
+        return found
+
+    def _semaphore(self, key: str, part: int) -> int:
+        if (key, part) not in self._semaphores:
+            self._semaphores[key, part] = self._context.semaphore()
+        return self._semaphores[key, part]
+
     def _copied(self, name: str, key: str, part: int) -> list[ctypes.Structure]:
-        function = self._functions[name]
-        if not function.get(key, ()):
+        if not self._functions[name].get(key, ()):
             return []
         if (name, key, part) not in self._copies:
-            host = self._blocks[key][part]
-            recorder = CommandRecorder(self._context, 0)
-            recorder.begin()
-            for first, end, at in spans(function, key):
-                places = (host, at), (self._arena, first)
-                (source, target) = places if key == "receives" else places[::-1]
-                recorder.copy(*source, *target, end - first)
-            if key == "receives" and (own := function.get("own")):
-                source, target, count = own
-                recorder.copy(self._arena, source, self._arena, target, count)
-            self._copies[name, key, part] = [recorder.end()]
+            own = self._own(name) if key == "receives" else []
+            self._copies[name, key, part] = [*own, self._record(name, key, part)]
         return self._copies[name, key, part]
+
+    def _own(self, name: str) -> list[ctypes.Structure]:
+        """What this GPU itself sent, to where it belongs among what it received."""
+        if "own" not in (function := self._functions[name]):
+            return []
+        source, target, count = function["own"]
+        recorder = CommandRecorder(self._context, 0)
+        recorder.begin()
+        recorder.copy(self._arena, source, self._arena, target, count)
+        self._kept.append(recorder.end())
+        return self._kept[-1:]
+
+    def _record(
+        self,
+        name: str,
+        key: str,
+        part: int,
+        queue: Queue | None = None,
+        waits: Sequence[int] = (),
+        signals: Sequence[int] = (),
+    ) -> ctypes.Structure:
+        function, host = self._functions[name], self._blocks[key][part]
+        recorder = CommandRecorder(self._context, 0, queue=queue)
+        recorder.begin()
+        for first, end, at in spans(function, key):
+            places = (host, at), (self._arena, first)
+            (source, target) = places if key == "receives" else places[::-1]
+            recorder.copy(*source, *target, end - first)
+        return recorder.end(waits, signals)

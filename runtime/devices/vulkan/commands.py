@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlc_amd.runtime.devices.vulkan import api
-from mlc_amd.runtime.devices.vulkan.context import Context
+from mlc_amd.runtime.devices.vulkan.context import Context, Queue
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,23 @@ class Hazards:
 
 class CommandRecorder:
     """Records into one command buffer. queries: (a pool of timestamps, the first one, their number); two are written
-    for each launch: at the end of those before it, and at its own."""
+    for each launch: at the end of those before it, and at its own. queue: another one than that which computes."""
 
-    WORK = api.COMPUTE | api.TRANSFER
-    READS = api.SHADER_READ | api.TRANSFER_READ
-    WRITES = api.SHADER_WRITE | api.TRANSFER_WRITE
-
-    def __init__(self, context: Context, layout: int, queries: tuple[int, int, int] | None = None):
+    def __init__(
+        self,
+        context: Context,
+        layout: int,
+        queries: tuple[int, int, int] | None = None,
+        queue: Queue | None = None,
+    ):
         self.context, self.layout, self.queries = context, layout, queries
-        self.commands = context.command_buffer()
+        self._work = queue.work if queue else api.COMPUTE | api.TRANSFER
+        computes = self._work & api.COMPUTE
+        self._reads = api.TRANSFER_READ | (api.SHADER_READ if computes else 0)
+        self._writes = api.TRANSFER_WRITE | (api.SHADER_WRITE if computes else 0)
+        self.commands = context.command_buffer(queue)
         self._hazards, self._bound, self._stamps = Hazards(), None, queries[1] if queries else 0
-        self._after = api.MemoryBarrier(source=self.WRITES, destination=self.READS | self.WRITES)
+        self._after = api.MemoryBarrier(source=self._writes, destination=self._reads | self._writes)
 
     def begin(self) -> None:
         self.context.calls.vkBeginCommandBuffer(self.commands, ctypes.byref(api.BeginInfo()))
@@ -80,7 +86,7 @@ class CommandRecorder:
     def barrier(self) -> None:
         self._hazards.clear()
         self.context.calls.vkCmdPipelineBarrier(
-            self.commands, self.WORK, self.WORK, 0, 1, ctypes.byref(self._after), 0, None, 0, None
+            self.commands, self._work, self._work, 0, 1, ctypes.byref(self._after), 0, None, 0, None
         )
 
     def launch(self, one: VulkanLaunch) -> None:
@@ -114,8 +120,9 @@ class CommandRecorder:
         region = api.BufferCopy(source_at, target_at, nbytes)
         self.context.calls.vkCmdCopyBuffer(self.commands, source.buffer, target.buffer, 1, ctypes.byref(region))
 
-    def end(self) -> ctypes.Structure:
-        """Ends recording; makes copies visible to the host. Returns the submission of what is recorded."""
-        self.context.barrier(self.commands, (self.WORK, api.HOST), (self.WRITES, api.HOST_READ))
+    def end(self, waits: Sequence[int] = (), signals: Sequence[int] = ()) -> ctypes.Structure:
+        """Ends recording; makes copies visible to the host. Returns the submission of what is recorded. waits, signals:
+        semaphores before and after it."""
+        self.context.barrier(self.commands, (self._work, api.HOST), (self._writes, api.HOST_READ))
         self.context.calls.vkEndCommandBuffer(self.commands)
-        return self.context.submission(self.commands)
+        return self.context.submission(self.commands, waits, signals)

@@ -4,8 +4,9 @@ registered with `held` and destroyed in reverse order when that closes."""
 import ctypes
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from typing import NamedTuple
 
 from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.devices.vulkan.gpu import BUDGET, FEATURES, HOST_MEMORY, Instance, VulkanGpu, offered
@@ -19,35 +20,57 @@ ENABLED = {
     "subgroupSizeControl",
     "computeFullSubgroups", "cooperativeMatrix", "deviceCoherentMemory", *MODES,
 }  # fmt: skip
-AHEAD = 2  # pending submissions, at most
+AHEAD = 2  # pending submissions with a fence, at most
 SLICE = 10**9  # ns of one wait: Ctrl-C is noticed between them
 # Seconds that the host polls before it sleeps. Waking up takes 50 to 150 us, a large part of a fast GPU's token; where
 # GPU and CPU share a power budget, polling would slow the GPU down.
 POLL, POLL_UNIFIED = 0.01, 0.0
 
 
+class Queue(NamedTuple):
+    """handle; pool: of its command buffers; work: the stages that it knows."""
+
+    handle: int
+    pool: int
+    work: int
+
+
 class Context:
     """calls: Vulkan's functions of this device; device, queue, pool: handles; gpu: its description; family: the index
-    of the queue's family; clock_bits: valid bits of its timestamps, 0 without any. `calls` and handles are for the
-    thread that made it, except where Vulkan allows several."""
+    of the queue's family; clock_bits: valid bits of its timestamps, 0 without any; copies: queues for copies to the GPU
+    and from it, beside what computes, if they are asked for and there are such; sharing: of buffers that all queues
+    use. `calls` and handles are for the thread that made it, except where Vulkan allows several."""
 
-    def __init__(self, instance: Instance, gpu: VulkanGpu, held: ExitStack):
+    def __init__(self, instance: Instance, gpu: VulkanGpu, held: ExitStack, copies: bool = False):
         self.instance, self.gpu, self.held = instance, gpu, held
         self.physical = instance.handles[gpu.index]
         self.budget = BUDGET in gpu.extensions
         assert gpu.queue is not None, "gpu.missing accepts no GPU without a compute queue"
         self.family, self.clock_bits = gpu.queue
-        self._open()
-        self.queue = api.create(self.calls.vkGetDeviceQueue, self.device, self.family, 0, kind=ctypes.c_void_p)
-        # RESET_COMMAND_BUFFER: those for uploads are recorded again and again
-        pool = self.create("vkCreateCommandPool", api.CommandPoolInfo(flags=2, family=self.family))
-        self.pool = self.own("vkDestroyCommandPool", pool)
+        further = gpu.copy_queues if copies else ()
+        families = sorted({self.family, *(family for family, _ in further)})
+        self._open({family: 1 + max((i for at, i in further if at == family), default=0) for family in families})
+        self.queue, self.pool, _ = self._queue(self.family, 0)
+        self.copies = [self._queue(*one) for one in further]
+        self._families = (ctypes.c_uint32 * len(families))(*families)
+        self.sharing: dict[str, int] = {}
+        if len(families) > 1:  # CONCURRENT
+            at = ctypes.addressof(self._families)
+            self.sharing = {"sharing": 1, "familyCount": len(families), "families": at}
         fences = [self.own("vkDestroyFence", self.create("vkCreateFence", api.FenceInfo())) for _ in range(AHEAD)]
         self._free = [(ctypes.c_uint64 * 1)(fence) for fence in fences]
         self._running: deque[ctypes.Array] = deque()  # fences of pending submissions, the oldest first
         self._unfenced = False  # the last submission has no fence
 
-    def _open(self) -> None:
+    def _queue(self, family: int, number: int) -> Queue:
+        handle = api.create(self.calls.vkGetDeviceQueue, self.device, family, number, kind=ctypes.c_void_p)
+        # RESET_COMMAND_BUFFER: those for uploads are recorded again and again
+        pool = self.create("vkCreateCommandPool", api.CommandPoolInfo(flags=2, family=family))
+        work = api.COMPUTE | api.TRANSFER if family == self.family else api.TRANSFER
+        return Queue(handle, self.own("vkDestroyCommandPool", pool), work)
+
+    def _open(self, counts: Mapping[int, int]) -> None:
+        """counts: of queues, by family."""
         gpu = self.gpu
         features = self.instance.features(self.physical, offered(FEATURES, gpu.api, gpu.extensions))
         for part in features:
@@ -56,12 +79,15 @@ class Context:
                     setattr(part, name, 0 if kind is ctypes.c_uint32 else kind())
         further = [name for since, name in FEATURES.values() if since is None or gpu.api < since]
         names = api.strings([name for name in (*further, BUDGET, HOST_MEMORY) if name in gpu.extensions])
-        priority = (ctypes.c_float * 1)(1.0)
-        queue = api.QueueInfo(family=self.family, count=1, priorities=ctypes.addressof(priority))
+        priorities = (ctypes.c_float * max(counts.values()))(*[1.0] * max(counts.values()))
+        at = ctypes.addressof(priorities)
+        queues = (api.QueueInfo * len(counts))(
+            *(api.QueueInfo(family=family, count=count, priorities=at) for family, count in counts.items())
+        )
         info = api.DeviceInfo(
             next=features[0],
-            queueCount=1,
-            queues=ctypes.addressof(queue),
+            queueCount=len(queues),
+            queues=ctypes.addressof(queues),
             extensionCount=len(names),
             extensions=ctypes.addressof(names),
         )
@@ -86,16 +112,33 @@ class Context:
         self.held.callback(getattr(self.calls, release), self.device, handle, None)
         return handle
 
-    def command_buffer(self) -> int:
-        """A new command buffer; it is freed with the pool."""
-        info = api.CommandBufferInfo(pool=self.pool, level=0, count=1)
+    def command_buffer(self, queue: Queue | None = None) -> int:
+        """A new command buffer for a queue, that which computes by default; it is freed with the pool."""
+        info = api.CommandBufferInfo(pool=queue.pool if queue else self.pool, level=0, count=1)
         return api.create(self.calls.vkAllocateCommandBuffers, self.device, ctypes.byref(info), kind=ctypes.c_void_p)
 
-    def submission(self, commands: int) -> ctypes.Structure:
-        """The argument of vkQueueSubmit for one command buffer; may be used any number of times."""
-        handles = (ctypes.c_void_p * 1)(commands)
-        info = api.SubmitInfo(commandCount=1, commands=ctypes.addressof(handles))
-        info.handles = handles  # lives as long as the structure
+    def semaphore(self) -> int:
+        """One that a queue signals, and another one waits for each time."""
+        return self.own("vkDestroySemaphore", self.create("vkCreateSemaphore", api.SemaphoreInfo()))
+
+    def submission(self, commands: int, waits: Sequence[int] = (), signals: Sequence[int] = ()) -> ctypes.Structure:
+        """The argument of vkQueueSubmit for one command buffer; may be used any number of times. waits, signals:
+        semaphores before and after it."""
+        handles, before, after = (
+            (ctypes.c_void_p * 1)(commands),
+            *((ctypes.c_uint64 * len(s))(*s) for s in (waits, signals)),
+        )
+        stages = (ctypes.c_uint32 * len(waits))(*[api.ALL_COMMANDS] * len(waits))
+        info = api.SubmitInfo(
+            waitCount=len(waits),
+            waits=ctypes.addressof(before),
+            waitStages=ctypes.addressof(stages),
+            commandCount=1,
+            commands=ctypes.addressof(handles),
+            signalCount=len(signals),
+            signals=ctypes.addressof(after),
+        )
+        info.handles, info.others = handles, (before, stages, after)  # live as long as the structure
         return info
 
     def release(self, submission: ctypes.Structure) -> None:
@@ -115,21 +158,22 @@ class Context:
 
     def enqueue(self, *submissions: ctypes.Structure) -> None:
         """The same after what runs, for which `wait` is to be called first. At most AHEAD calls may be pending."""
-        self.enqueue_together(together(submissions))
+        self.enqueue_together([(self.queue, together(submissions))])
 
-    def enqueue_together(self, submissions: ctypes.Array) -> None:
-        """The same of an array, which may be used any number of times."""
+    def enqueue_together(self, parts: Sequence[tuple[int, ctypes.Array]]) -> None:
+        """The same of arrays, which may be used any number of times: (queue, what to submit to it), ordered by
+        semaphores. `wait` waits for the last."""
+        *before, (queue, last) = parts
+        for handle, submissions in before:
+            self.calls.vkQueueSubmit(handle, len(submissions), submissions, 0)
         self._running.append(self._free.pop())
-        self._start(submissions, self._running[-1])
+        self.calls.vkQueueSubmit(queue, len(last), last, self._running[-1][0])
         self._unfenced = False
 
     def enqueue_unfenced(self, *submissions: ctypes.Structure) -> None:
         """Starts command buffers after what runs; a wait for the following `enqueue`, or `settle`, includes these."""
         self._unfenced = True
-        self._start(together(submissions), None)
-
-    def _start(self, submissions: ctypes.Array, fence: ctypes.Array | None) -> None:
-        self.calls.vkQueueSubmit(self.queue, len(submissions), submissions, fence[0] if fence else 0)
+        self.calls.vkQueueSubmit(self.queue, len(submissions), together(submissions), 0)
 
     def settle(self) -> None:
         """Waits until the device is idle."""

@@ -114,7 +114,8 @@ class VulkanDevice(QueuedDevice):
             log.warning(
                 "no GPU that can run this model: %s runs on the CPU, slowly; see `mlc-amd doctor`", self.gpu.name
             )
-        self.context = Context(instance, self.gpu, self._held)
+        cut = any("own" in function for function in self.manifest["functions"].values())
+        self.context = Context(instance, self.gpu, self._held, copies=cut)
         self.memory = VulkanMemory(self.context)
         self._kernels = self.manifest["launches"][self.code_arch]
         self._build(needs[self.code_arch])

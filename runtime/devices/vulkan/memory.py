@@ -134,7 +134,7 @@ class VulkanMemory:
         free = self.free()
         if nbytes > self.limit:
             raise OutOfMemory(nbytes, kind)
-        info = api.BufferInfo(size=nbytes, usage=api.USAGE)
+        info = api.BufferInfo(size=nbytes, usage=api.USAGE, **context.sharing)
         buffer = context.own("vkDestroyBuffer", context.create("vkCreateBuffer", info))
         needs = api.MemoryRequirements()
         calls.vkGetBufferMemoryRequirements(device, buffer, ctypes.byref(needs))
@@ -161,7 +161,9 @@ class VulkanMemory:
         if HOST_MEMORY not in self.gpu.extensions:
             raise UserError(f"{self.gpu.driver} cannot share memory between GPUs: it lacks {HOST_MEMORY}; update it")
         calls = api.Calls(lambda name: context.instance.calls.vkGetDeviceProcAddr(context.device, name), api.IMPORT)
-        buffer = api.BufferInfo(next=api.ExternalBuffer(handleTypes=kind), size=nbytes, usage=api.USAGE)
+        buffer = api.BufferInfo(
+            next=api.ExternalBuffer(handleTypes=kind), size=nbytes, usage=api.USAGE, **context.sharing
+        )
         buffer = context.own("vkDestroyBuffer", context.create("vkCreateBuffer", buffer))
         found, needs = api.HostProperties(), api.MemoryRequirements()
         calls.vkGetMemoryHostPointerPropertiesEXT(context.device, kind, address, ctypes.byref(found))

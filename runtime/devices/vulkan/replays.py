@@ -17,7 +17,7 @@ from mlc_amd.runtime.devices.run_queue import QueuedRun, RunHooks
 from mlc_amd.runtime.devices.vulkan import timing
 from mlc_amd.runtime.devices.vulkan.carried import Carried
 from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder, VulkanLaunch
-from mlc_amd.runtime.devices.vulkan.context import Context, together
+from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.io import Io
 from mlc_amd.runtime.devices.vulkan.pipelines import BasedPipelines
 
@@ -43,7 +43,7 @@ class Replays(RunHooks):
         self._layout, self._based = layout, based
         # of whole functions, by slot, and in two parts where LATE inputs come later
         self._whole: dict[tuple[str, int | None, bool], list[ctypes.Structure]] = {}
-        self._together: dict[tuple, ctypes.Array] = {}  # these with what is carried
+        self._together: dict[tuple, list[tuple[int, ctypes.Array]]] = {}  # these with what is carried
         for name in plan:
             self._record_whole(name, None, False)
         self._cut: dict[str, tuple[tuple[WorkPiece, ...], list[ctypes.Structure]]] = {}  # of the last long step
@@ -64,7 +64,7 @@ class Replays(RunHooks):
             self.context.enqueue_unfenced(*before)
         key = run.name, slot, self.carried.parts
         if key not in self._together:
-            self._together[key] = together([*self.carried.received(run.name), first, *self.carried.sent(run.name)])
+            self._together[key] = self.carried.around(run.name, first)
         self.context.enqueue_together(self._together[key])
 
     def submit_late(self, run: QueuedRun) -> None:
@@ -72,7 +72,7 @@ class Replays(RunHooks):
         self.io.late(slot)
         self.context.enqueue(self._record_whole(run.name, slot, True)[1])
 
-    def done(self) -> bool:
+    def done(self, run: QueuedRun | None) -> bool:
         return self.context.done()
 
     def wait(self, run: QueuedRun) -> None:
@@ -188,8 +188,9 @@ class Replays(RunHooks):
     def _submit(self, name: str, pieces: tuple[WorkPiece, ...], submissions: list[ctypes.Structure]) -> Iterator[None]:
         """Pauses before each wait."""
         before, last = [*self.io.before(), *self.carried.received(name)], len(submissions) - 1
+        after = self.carried.sent(name)  # before another run is told where its rows go
         for i, (piece, submission) in enumerate(zip(pieces or ((),), submissions, strict=True)):
-            self.context.submit(*before, submission, *(self.carried.sent(name) if i == last else ()))
+            self.context.submit(*before, submission, *(after if i == last else ()))
             before = []
             start = time.perf_counter()
             yield

@@ -6,9 +6,9 @@ theirs and adds all parts to the residual in the order of ranks: all have the sa
 into the others' inboxes by themselves (`peers`: memory that GPUs write to directly), or the host moves them
 (runtime/devices/exchange).
 
-Rounds have numbers from 1 on, which the kernel counts, since recorded launches cannot carry them. They alternate
-between two slots of inboxes and outboxes: a GPU begins round n + 2 when it has all words of round n + 1, which the
-others sent when they had those of round n, so nothing is overwritten that is still to be read. A workgroup waits for
+The kernel counts rounds, since recorded launches cannot carry numbers. They alternate between two slots of inboxes and
+outboxes: a GPU begins round n + 2 when it has all words of round n + 1, which the others sent when they had those of
+round n and had emptied their places, so nothing is overwritten that is still to be read. A workgroup waits for
 what the others' workgroups of its own number send before they wait, and these words come before those of workgroups
 with higher numbers: a GPU that starts them in order need not have room for all.
 """
@@ -19,17 +19,28 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.runtime.exchange_layout import CONTROL, DONE, FAILED, GROUPS, LINE, RANK, ROUNDS, inbox_words, outbox_words
+from mlc_amd.runtime.exchange_layout import (
+    CONTROL,
+    DONE,
+    EMPTY,
+    FAILED,
+    GROUPS,
+    LINE,
+    RANK,
+    inbox_words,
+    outbox_words,
+)  # fmt: skip
 from mlc_amd.schedules.gpu.base.device import barrier, halves, launch
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import clamped
 from mlc_amd.schedules.gpu.base.registers import at, elements, filled, local, put, vector
 from mlc_amd.schedules.gpu.base.step import kernel, when
-from mlc_amd.schedules.gpu.exchange.words import Words, data_of, number_of, word
+from mlc_amd.schedules.gpu.exchange.words import Words, halves_of, word
 from mlc_amd.schedules.operators.exchange import AllGather, AllReduce
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
-PAIR = 4  # float16 of a pair of words
+QUAD = 4  # float32 of an access
+PAIR = 8  # float16 of a pair of words; half as many float32
 POLLS = 1 << 20  # of a thread in a round before it gives up: about a second
 
 
@@ -39,11 +50,6 @@ class ExchangePlan:
     threads: int  # of each
     # divisions between polls, so that POLLS take as long on CPUs that act as a GPU, and end loops after 65536 steps
     pause: int = 0
-
-
-def words_of(op: AllReduce | AllGather) -> int:
-    """What a GPU sends to each other one in a round."""
-    return op.m * op.n // (2 if isinstance(op, AllReduce) else 1)
 
 
 def default_plan(values: int, arch: Device) -> ExchangePlan:
@@ -70,10 +76,10 @@ def exchange(
     all.
     polls: as of POLLS; when a thread gives up, Y is not valid, Control[FAILED] is set, and later launches do nothing.
     ValueError unless words fill cache lines and fit."""
-    values, parts, words, sums = op.m * op.n, op.parts, words_of(op), isinstance(op, AllReduce)
+    values, parts, words, sums = op.m * op.n, op.parts, op.words, isinstance(op, AllReduce)
     if words % LINE or words > capacity:
         raise ValueError(f"{op.m} x {op.n} values are no whole cache lines of words, or more than {capacity} words")
-    plan = plan or default_plan(2 * words, arch)
+    plan = plan or default_plan(4 * words, arch)
     with kernel(name) as ir:
         declared("int32", state=(4,))
         shape = (values,)
@@ -86,8 +92,7 @@ def exchange(
         with launch((plan.groups,), (plan.threads,)) as (group, thread):
             box = Words(arch, thread, plan.threads)
             done = T.shift_right(T.Bind(control[DONE]), T.int32(GROUPS.bit_length() - 1))
-            number = T.Bind((done & T.int32(ROUNDS - 1)) + 1)
-            slot = T.Bind((number & 1) * capacity)
+            slot = T.Bind((done + 1 & 1) * capacity)
             late = filled(control[FAILED])
             count = -(-words // 2 // (plan.groups * plan.threads))
             steps = T.Bind(T.Select(late[0] == 0, T.int32(count), T.int32(0)))
@@ -98,7 +103,7 @@ def exchange(
             with T.serial(steps) as step:
                 i = pair(step)
                 with when(i < words // 2):
-                    sent = [word(data, number) for data in _sent(partial, i, sums)]
+                    sent = _words(_sent(partial, i, sums))
                     for outbox in outs:
                         box.store(outbox, slot + i * 2, *sent)
             barrier()  # all threads of the workgroup have sent all, and read the count
@@ -106,19 +111,20 @@ def exchange(
                 i = pair(step)
                 with when(i < words // 2):
                     places = [source * outbox_words(capacity) + slot + i * 2 for source in range(parts - 1)]
-                    got = _received(box, inbox, places, number, late, polls, plan.pause)
+                    got = _received(box, inbox, places, late, polls, plan.pause)
                     own, *others = [_values(data, sums) for data in (_sent(partial, i, sums), *got)]
                     ordered = _in_order(own, others, T.Bind(control[RANK]))
                     if sums:
-                        total = elements(T.Bind(before[at(i * PAIR, PAIR)])) if before is not None else []
+                        total = _loaded(before, i * PAIR, PAIR) if before is not None else []
                         for own in ordered:
                             total = [T.Bind(a + b) for a, b in zip(total, own, strict=True)] if total else own
-                        T.buffer_store(out, vector(total), [at(i * PAIR, PAIR)])
+                        for j in range(0, PAIR, QUAD):
+                            T.buffer_store(out, vector(total[j : j + QUAD]), [at(i * PAIR + j, QUAD)])
                     else:
-                        row = T.Bind(T.truncdiv(i * 2, T.int32(op.n)))
+                        row = T.Bind(T.truncdiv(i * QUAD, T.int32(op.n)))
                         for place, own in enumerate(ordered):
-                            begin = (row * (parts - 1) + place) * op.n + i * 2  # of row * parts + place
-                            T.buffer_store(out, vector(own), [at(begin, 2)])
+                            begin = (row * (parts - 1) + place) * op.n + i * QUAD  # of row * parts + place
+                            T.buffer_store(out, vector(own), [at(begin, QUAD)])
             with when(late[0] != 0):
                 T.buffer_store(control, T.int32(1), [FAILED])
             with when(thread == 0):
@@ -127,41 +133,53 @@ def exchange(
     return ir.get()
 
 
+def _loaded(buffer: Buffer, first: Expr, count: int) -> list[Expr]:
+    return [x for j in range(0, count, QUAD) for x in elements(T.Bind(buffer[at(first + j, QUAD)]))]
+
+
 def _sent(partial: Buffer, i: Expr, sums: bool) -> list[Expr]:
-    """Pair i of the part as the data of two words: two float16 each where they are added up, else a float32."""
+    """Pair i of the part as the halves of two words: two float16 each where they are added up, else a float32."""
     if not sums:
-        return [T.Bind(T.reinterpret("int32", x)) for x in elements(T.Bind(partial[at(i * 2, 2)]))]
-    values = elements(T.Bind(partial[at(i * PAIR, PAIR)]))
-    fit = [clamped(x) for x in values]
-    pairs = [T.cast(vector(fit[j : j + 2]), "float16x2") for j in (0, 2)]
+        return [T.Bind(T.reinterpret("int32", x)) for x in _loaded(partial, i * QUAD, QUAD)]
+    fit = [clamped(x) for x in _loaded(partial, i * PAIR, PAIR)]
+    pairs = [T.cast(vector(fit[j : j + 2]), "float16x2") for j in range(0, PAIR, 2)]
     return [T.Bind(T.reinterpret("int32", pair)) for pair in pairs]
 
 
+def _words(halves: list[Expr]) -> list[Expr]:
+    return [word(*halves[j : j + 2]) for j in (0, 2)]
+
+
 def _received(
-    box: Words, inbox: Buffer, places: Sequence[Expr], number: Expr, late: Buffer, polls: int, pause: int
+    box: Words, inbox: Buffer, places: Sequence[Expr], late: Buffer, polls: int, pause: int
 ) -> list[list[Expr]]:
-    """The data of each sender's pair at `places`, once it arrives; sets late[0] to 1 if it does not."""
+    """The halves of each sender's pair at `places`, once they arrive, and empties these; sets late[0] to 1 if they do
+    not."""
     cells, waiting, spent, idle = local(2 * len(places), "int64"), *(local(1, "int32") for _ in range(3))
     put(waiting, T.Select(late[0] == 0, T.int32(1), T.int32(0)), 0)
     put(spent, T.int32(0), 0)
-    put(idle, number, 0)
+    put(idle, places[0], 0)
     with T.While(waiting[0] != 0):
         missing = T.bool(False)
         for source, place in enumerate(places):
             for j, found in enumerate(box.load(inbox, place)):
                 put(cells, found, 2 * source + j)
-                missing = missing | (number_of(found) != number)
+                for half in halves_of(found):
+                    missing = missing | (half == EMPTY)
         put(late, T.Select(missing, T.int32(1), T.int32(0)), 0)
         for _ in range(pause):
             put(idle, T.truncdiv(T.int32(0x7FFFFFFF), idle[0] | T.int32(1)), 0)
         put(spent, spent[0] + T.Select(idle[0] == -1, T.int32(2), T.int32(1)), 0)  # so that the pause is computed
         put(waiting, T.Select(spent[0] < polls, late[0], T.int32(0)), 0)
+    with when(late[0] == 0):
+        for place in places:
+            box.empty(inbox, place)
     found = [T.Bind(cells[j]) for j in range(2 * len(places))]
-    return [[data_of(one) for one in found[i : i + 2]] for i in range(0, len(found), 2)]
+    return [[half for one in found[i : i + 2] for half in halves_of(one)] for i in range(0, len(found), 2)]
 
 
 def _values(data: list[Expr], sums: bool) -> list[Expr]:
-    """Of a pair's data, as float32."""
+    """Of a pair's halves, as float32."""
     if sums:
         return [half for one in data for half in halves(one)]
     return [T.Bind(T.reinterpret("float32", one)) for one in data]

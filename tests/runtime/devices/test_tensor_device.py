@@ -63,6 +63,22 @@ def test_logits_are_those_of_one_device(one, two):
     assert all(divergence(a, b) < MOST for a, b in zip(*found, strict=True))
 
 
+def test_halves_of_a_chunk_are_computed_side_by_side(two, monkeypatch):
+    """With the bits of one after the other."""
+    device, found = two.device, []
+    ids, half = PROMPTS[2][:60], device.manifest["functions"]["prefill_32"]["rows"]
+    assert device.can_run_beside("prefill_32")
+    together = []
+    run_beside = device.run_beside
+    monkeypatch.setattr(device, "run_beside", lambda name: together.append(name) or run_beside(name))
+    for chunks in ([ids], [ids[:half], ids[half:]]):
+        two.reset()
+        found.append([two.prefill(chunk).copy() for chunk in chunks][-1])
+        found[-1] = [found[-1], two.decode(5).copy()]
+    assert together == ["prefill_32"]
+    np.testing.assert_array_equal(*found)
+
+
 def test_all_gpus_hold_the_same_rows(two):
     two.reset()
     two.prefill(PROMPTS[1])

@@ -251,7 +251,7 @@ def test_long_steps_are_submitted_in_pieces(artifact, plain, monkeypatch):
     engine = Engine.load(artifact)
     device, submitted = engine.device, []
     enqueue = device.context.enqueue_together
-    monkeypatch.setattr(device.context, "enqueue_together", lambda one: submitted.append(one) or enqueue(one))
+    monkeypatch.setattr(device.context, "enqueue_together", lambda parts: submitted.append(parts) or enqueue(parts))
 
     def counted() -> int:
         submitted.clear()

@@ -13,13 +13,13 @@ from mlc_amd.runtime.artifact.weights_file import WeightsWriter
 from mlc_amd.runtime.devices.exchange import choice
 from mlc_amd.runtime.devices.exchange.check import AT_ONCE
 from mlc_amd.runtime.devices.hip import api, device, gpu
-from mlc_amd.runtime.exchange_layout import CONTROL, DONE, EXCHANGING, FAILED, GROUPS, PROBE, ROUNDS
+from mlc_amd.runtime.exchange_layout import CONTROL, DONE, EMPTY, EXCHANGING, FAILED, GROUPS, PROBE
 from mlc_amd.runtime.exchange_layout import RANK as NUMBER
 from tests.dev.hip_recorder import WAITING, Recorder
 
 ROWS = (1, 4, 16)  # of logits that are added up
 INLINE = (1, 4)
-CAPACITY = max(INLINE) * VOCAB // 2
+CAPACITY = max(INLINE) * VOCAB // 4
 PARTIAL, PARTS = 8192, 16384  # places in the arena
 
 
@@ -35,26 +35,29 @@ def add_up(rows, parts):
 def exchanging(values, parts, residual):
     """Kernel (X, [R], Y, Inbox, Outbox0.., Control): sends its part to all others and waits for theirs."""
 
+    waiting: set[int] = set()  # GPUs that have sent theirs
+
     def run(launch, x, *arrays):
         before, (y, inbox, *outboxes, control) = (arrays[0], arrays[1:]) if residual else (None, arrays)
         control = control[: 4 * CONTROL].view(np.int32)
-        rank, words = control[NUMBER], values // 2
-        number = control[DONE] // GROUPS % ROUNDS + 1
-        slot = (number & 1) * CAPACITY
+        rank, words = control[NUMBER], values // 4
+        slot = (control[DONE] // GROUPS + 1 & 1) * CAPACITY
         own = np.clip(f32(x, values), -65504, 65504).astype(np.float16)
-        if not control[FAILED]:
+        if not control[FAILED] and rank not in waiting:
             for outbox in outboxes:
-                sent = own.view(np.uint32).astype(np.int64) | int(number) << 32
-                outbox[: 16 * CAPACITY].view(np.int64)[slot : slot + words] = sent
+                outbox[: 16 * CAPACITY].view(np.int64)[slot : slot + words] = own.view(np.int64)
         boxes = inbox[: (parts - 1) * 16 * CAPACITY].view(np.int64).reshape(parts - 1, 2 * CAPACITY)
         found = boxes[:, slot : slot + words]
-        if (found >> 32 != number).any() and not control[FAILED]:
+        if (found.view(np.int32) == EMPTY).any() and not control[FAILED]:
             if not launch.late:
+                waiting.add(int(rank))
                 return WAITING
             control[FAILED] = 1
+        waiting.discard(int(rank))
         control[DONE] += GROUPS
         if not control[FAILED]:
-            others = [*(found & 0xFFFFFFFF).astype(np.uint32).view(np.float16)]
+            others = [*found.copy().view(np.float16)]
+            found[...] = EMPTY
             others.insert(rank, own)
             f32(y, values)[:] = sum(np.float32(one) for one in others) + (0 if before is None else f32(before, values))
         return None
@@ -110,7 +113,7 @@ def divided_in(folder, parts=2):
         {"name": name, "role": role} for name, role in zip("SXYP", ("state", "input", "output", "work"), strict=True)
     ]
     added = [facts(f"sum_{rows}") | {"operator": "all_reduce", "params": params} for rows in ROWS]
-    words = {f"{EXCHANGING}sum_{rows}": rows * VOCAB // 2 for rows in INLINE} | {PROBE: VOCAB // 2}
+    words = {f"{EXCHANGING}sum_{rows}": rows * VOCAB // 4 for rows in INLINE} | {PROBE: VOCAB // 4}
     manifest |= {
         "gpus": parts,
         "functions": {name: summed(function, parts) for name, function in manifest["functions"].items()},
