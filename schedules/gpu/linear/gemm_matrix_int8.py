@@ -1,6 +1,9 @@
 """The GEMM tile on AMD's int8 matrix units: as `gemm_matrix.py`, with activations as int8 and the codes of weights as
 they are.
 
+Of gate and up only: half of a model's products and more, whose common input, a norm's result, adds least to the
+divergence from exact logits when it is rounded (docs/performance.md).
+
 Activations in the layout "lanes" become int8 in a launch before, a token's GROUP columns sharing a scale, amax / 127:
 
     A  uint32 [tiles of 16 tokens, groups, words]   what lanes (`int8_unit.py`) load, 16 bytes of each side by side: of
@@ -158,8 +161,9 @@ class _Row(RowBlocks):
 
 
 def suits(of: Product) -> bool:
-    """Whether there are int8 products, and instructions for them."""
-    return unit_of(of.arch) is not None and of.k % GROUP == 0 and all(fmt.kind == "int8" for fmt in of.formats)
+    """Whether the kernel's products may be of int8, and there are instructions for them."""
+    gate_up, codes = of.weights == 2, all(fmt.kind == "int8" for fmt in of.formats)
+    return gate_up and codes and of.k % GROUP == 0 and unit_of(of.arch) is not None
 
 
 class Int8Gemm(MatrixGemm):
@@ -169,7 +173,7 @@ class Int8Gemm(MatrixGemm):
 
     def __init__(self, of: Product, tile: MatrixTile):
         if not suits(of):
-            raise ValueError(f"{of.arch.name} does not multiply {of.formats} of {of.k} columns as int8")
+            raise ValueError(f"{of.arch.name} does not multiply {of.weights} of {of.formats} of {of.k} columns as int8")
         super().__init__(of, tile)
         self.completes_norms = False
         self.int8, self.groups = cast(Int8Unit, unit_of(of.arch)), of.k // GROUP
