@@ -22,7 +22,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import CompileOptions, RunOptions
 from mlc_amd.schedules.gpu.base.step import FEW
 from mlc_amd.schedules.gpu.linear import norm_place
-from tests.dev.hip_recorder import emulated
+from tests.dev.hip_emulated import emulated
 from tests.dev.quality import kl_divergence
 
 pytestmark = pytest.mark.usefixtures("linker")
