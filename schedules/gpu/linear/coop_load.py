@@ -74,7 +74,7 @@ def _halves(fmt: Format, x: Expr) -> list[Expr]:
     """The elements of a loaded vector of a float format as float16."""
     parts = elements(x)
     if fmt.name == "bf16":
-        parts = [T.reinterpret("float32", T.shift_left(T.cast(part, "uint32"), T.uint32(16))) for part in parts]
+        parts = [load.real(fmt, part) for part in parts]
     return parts if fmt.name == "f16" else [T.cast(part, "float16") for part in parts]
 
 
