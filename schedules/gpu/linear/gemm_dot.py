@@ -23,9 +23,9 @@ from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import FIELDS
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, put, vector
-from mlc_amd.schedules.gpu.base.step import when
+from mlc_amd.schedules.gpu.base.step import SUMS, when
 from mlc_amd.schedules.gpu.linear import load
-from mlc_amd.schedules.gpu.linear.gemm_tile import SUMS, Loaded, Product, SteppedGemm, Tile, TileWork
+from mlc_amd.schedules.gpu.linear.gemm_tile import Loaded, Product, SteppedGemm, Tile, TileWork
 from mlc_amd.schedules.gpu.linear.load import QUADS, block_bytes
 from mlc_amd.schedules.tir import Buffer, Expr
 
@@ -119,8 +119,7 @@ def _signed(arch: Device, fmt: Format, raw: Raw, part: Expr) -> list[Expr]:
     words = load.values(arch, fmt, nibbles, lambda: _codes(fmt, raw, part))
     if fmt.table or fmt.signed or not fmt.zero:
         return words
-    top, zero = T.uint32(0x80808080), T.uint32(0x01010101 * fmt.zero)  # the top bits keep borrows inside their byte
-    return [((word | top) - zero) ^ top for word in words]
+    return [load.minus(word, fmt.zero) for word in words]
 
 
 def scales(fmt: Format, raw: Raw) -> tuple[list[Expr], list[Expr] | None]:

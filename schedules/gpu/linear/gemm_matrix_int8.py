@@ -52,7 +52,6 @@ SUMMED = GROUP // SUMS  # columns of each
 QUAD = 4  # words of a load
 BASE, BASE_BITS = 12582912.0, 0x4B400000  # 3 * 2**22: float32 around it are 1 apart, for 2**22 either way
 AHEAD = 2  # loads of activations at once, while those before are multiplied: with more LLVM spills registers
-SIGN = 0x80808080
 Halves = tuple[list[Expr], list[Expr]]  # int32 words of a lane of both halves of a block
 # Registers of a lane, by lanes of a wave, for sums, bytes of weights and, where there is room, what the next group's
 # are made of: with more LLVM spills
@@ -251,9 +250,9 @@ class _Row:
             return word
         found = T.shift_left(T.reinterpret("uint32", word), T.uint32(self.shift))
         if zero == 128:
-            found = found ^ T.uint32(SIGN)
-        elif zero:  # the top bits keep borrows inside their byte
-            found = ((found | T.uint32(SIGN)) - T.uint32(0x01010101 * zero)) ^ T.uint32(SIGN)
+            found = found ^ T.uint32(load.SIGN)
+        elif zero:
+            found = load.minus(found, zero)
         return T.Bind(T.reinterpret("int32", found))
 
     def _minimums(self, loaded: load.Unit) -> Expr:

@@ -33,6 +33,7 @@ from mlc_amd.schedules.tir import Buffer, Expr
 QUADS = 8  # words of four codes in a block
 LOAD_WORDS = 4  # of the widest load: 128 bits
 WORD = 4  # bytes
+SIGN = 0x80808080  # of each byte
 
 
 class Unit(NamedTuple):
@@ -162,6 +163,12 @@ def field(x: Expr, first: Expr, bits: int, to: int, ones: int = 0x01010101) -> E
     elif first != to:
         x = T.shift_right(x, T.uint32(first - to)) if first > to else T.shift_left(x, T.uint32(to - first))
     return x & T.uint32(ones * ((1 << bits) - 1 << to))
+
+
+def minus(word: Expr, zero: int) -> Expr:
+    """Bytes below 128, minus `zero`, as signed ones."""
+    top = T.uint32(SIGN)  # keeps borrows inside their byte
+    return ((word | top) - T.uint32(0x01010101 * zero)) ^ top
 
 
 def _byte(word: Expr, i: int, kind: str = "uint8") -> Expr:
