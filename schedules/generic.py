@@ -38,7 +38,8 @@ def schedule(func: tirx.PrimFunc, arch) -> tirx.PrimFunc:
             _cpu(sch, block)
         else:
             _gpu(sch, block, arch.threads)
-    return sch.mod["main"]
+    # flattening an index like (i * 256 + j) % 256 // 64 * 48 divides by zero where i * 256 + j is not taken apart yet
+    return (sch.mod if arch.api == "cpu" else tirx.transform.StmtSimplify()(sch.mod))["main"]
 
 
 # ---- blocks

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from tvm import relax
+from tvm import relax, te
 from vulkan_harness import gpu
 
 from mlc_amd.compiler import ops
@@ -245,6 +245,23 @@ def test_large_reductions(target, shape, tmp_path):
     x = normal(*shape)
     got, _ = run(target, tmp_path, {"x": x}, lambda bb, x: R.sum(x, axis=[1, 2]), shape[:1])
     np.testing.assert_allclose(got, x.astype(np.float64).sum((1, 2)), rtol=1e-4, atol=1e-3)
+
+
+def test_a_matrix_for_each_part_of_the_columns(target, tmp_path):
+    """The results of a row are a workgroup's."""
+    m, parts, n, k = 3, 4, 64, 48
+    x, w = normal(m, parts * k), normal(parts * n, k, seed=1)
+
+    def product(x, w):
+        def element(i, j):
+            column = te.reduce_axis((0, k), "k")
+            return te.sum(x[i, j // n * k + column] * w[j, column], axis=column)
+
+        return te.compute((m, parts * n), element, "product")
+
+    got, _ = run(target, tmp_path, {"x": x, "w": w}, lambda bb, x, w: bb.call_te(product, x, w), (m, parts * n))
+    wanted = np.einsum("mpk,pnk->mpn", x.reshape(m, parts, k), w.reshape(parts, n, k)).reshape(m, -1)
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 def mixed(bb, state, x, g):

@@ -67,8 +67,13 @@ CORRECTIONS = {
         for i in (1, 2)
     ],
     # MFMA of float16 keeps denormals; rows of 32 x 32 results interleave in groups of four. Bytes are words, as all
-    # that is multiplied: clang refuses vectors of the other sign
+    # that is multiplied: clang refuses vectors of the other sign. Operands may be in accumulation registers (`acc`)
     "_compile_mfma": [
+        (
+            "raw = is_vgpr.where(ctx.rvgpr_dyn(off",
+            "held = ctx.raccvgpr_dyn if _iattr(inst, 'acc') >> (base > 0) & 1 else ctx.rvgpr_dyn\n"
+            "      raw = is_vgpr.where(held(off",
+        ),
         (
             "return (byte.cast(dtypes.int32) ^ UOp.const(0x80, dtypes.int32)) - UOp.const(0x80, dtypes.int32)",
             "return ((byte.cast(dtypes.int32) ^ UOp.const(0x80, dtypes.int32)) - UOp.const(0x80, dtypes.int32))"

@@ -15,61 +15,16 @@ that is fine-grained.
 import ctypes
 import threading
 from collections.abc import Callable
-from enum import IntEnum
 from types import SimpleNamespace
 
 import numpy as np
 
-from mlc_amd.runtime.devices.hip.code_objects import places
+from tests.dev.hip_types import OK, WAITING, Handle, Launch, hipError_t, hipMemcpyKind, hipStreamCaptureMode
 
 ELF = b"\x7fELF"
 GIB = 1 << 30
 # What `clock` says that work takes, so that what a device reports can be computed.
 LAUNCH_MS, EVENT_MS, BYTES_PER_MS = 0.010, 0.001, 1e9
-
-
-WAITING = object()
-
-
-class Launch(tuple):
-    """(symbol, grid, block). late: what the kernel waits for does not come."""
-
-    late = False
-
-
-class hipError_t(IntEnum):
-    hipSuccess = 0
-    hipErrorInvalidValue = 1
-    hipErrorOutOfMemory = 2
-    hipErrorNoDevice = 100
-    hipErrorNoBinaryForGpu = 209
-    hipErrorNotFound = 500
-    hipErrorNotReady = 600
-    hipErrorPeerAccessAlreadyEnabled = 704
-    hipErrorHostMemoryAlreadyRegistered = 712
-    hipErrorLaunchFailure = 719
-    hipErrorStreamCaptureUnsupported = 900
-
-
-class hipMemcpyKind(IntEnum):
-    hipMemcpyHostToDevice = 1
-    hipMemcpyDeviceToHost = 2
-    hipMemcpyDeviceToDevice = 3
-
-
-class hipStreamCaptureMode(IntEnum):
-    hipStreamCaptureModeThreadLocal = 1
-
-
-OK = (hipError_t.hipSuccess,)
-
-
-class Handle:
-    """A stream, event, module, function or graph; `alive` until it is destroyed."""
-
-    def __init__(self, kind: str, **facts):
-        self.kind, self.alive = kind, True
-        self.__dict__.update(facts)
 
 
 class Recorder:
@@ -448,24 +403,3 @@ class Recorder:
         return [h.kind for h in self.handles if h.alive and h.kind != "function"] + [
             where for _, where in self.blocks.values()
         ]
-
-
-def emulated(manifest: dict, arch: str, code: bytes, run_hsaco, wave_order="fwd") -> dict[str, tuple[int, Callable]]:
-    """`kernels` for a Recorder: the real code object's, run in the ISA emulator (run_hsaco, which gfxemu.py corrects).
-
-    wave_order: of a workgroup's waves between barriers, "fwd", "rev" or a seed.
-    """
-    launches = [step for entry in manifest["launches"][arch].values() for step in entry["steps"]]
-    programs = {
-        symbol: program
-        for (begin, size), symbols in places(launches, len(code)).items()
-        for program in [run_hsaco.CodeObject(code[begin : begin + size])]
-        for symbol in symbols
-    }
-
-    def run(launch, *arrays):
-        symbol, grid, block = launch
-        result = run_hsaco.launch(programs[symbol], symbol, grid, block, list(arrays), wave_order=wave_order)
-        assert not result.hazards, (symbol, result.hazards)
-
-    return {step["symbol"]: (len(step["args"]), run) for step in launches}

@@ -21,9 +21,10 @@ from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import CompileOptions, RunOptions
 from mlc_amd.schedules.gpu.base.step import FEW
-from mlc_amd.schedules.gpu.linear import norm_place
-from tests.dev.hip_recorder import emulated
-from tests.dev.quality import kl_divergence
+from mlc_amd.schedules.gpu.linear import gemm_matrix, gemm_matrix_int8, norm_place
+from mlc_amd.schedules.gpu.linear.gemm_matrix import MatrixTile
+from tests.dev.hip_emulated import emulated
+from tests.dev.quality import Reference, kl_divergence
 
 pytestmark = pytest.mark.usefixtures("linker")
 
@@ -107,6 +108,30 @@ def test_in_the_emulator(rocm, emulator, spec, arch, wave_order, monkeypatch):
     artifact = rocm(spec, "gfx942" if arch == "gfx942" else TWO)
     monkeypatch.setenv("MLC_AMD_GRAPH", "0")
     check_model(artifact, spec, arch, emulator, wave_order)
+
+
+@pytest.mark.full
+@pytest.mark.emulator
+@pytest.mark.parametrize("arch", ["gfx1201", "gfx942"])
+@pytest.mark.parametrize("name", ["llamaspm-q8_0", "qwen3-q8_0"])  # llama.cpp's are closest to exact
+def test_int8_products_are_no_less_exact_than_llamacpp(shared, emulator, name, arch, tmp_path, monkeypatch):
+    """Of gate and up; `tune` may choose them. Of a trained model, whose activations have outliers."""
+    rule = gemm_matrix.choose
+
+    def choose(of):
+        return MatrixTile(64, 64, 1, 4, 1, int8=1) if gemm_matrix_int8.suits(of) else rule(of)
+
+    monkeypatch.setattr(gemm_matrix, "choose", choose)
+    monkeypatch.setenv("MLC_AMD_GRAPH", "0")
+    expected = Reference(shared, name)
+    with GGUFModel.open(shared / "models" / f"{name}.gguf") as model:
+        with few_functions():
+            compile_model(model, tmp_path / "model", CompileOptions(target="rocm", arch=arch, ctx=512))
+        ids = expected.arrays["ids"]
+        exact = reference.forward(model, ids)
+    artifact = Artifact.open(tmp_path / "model")
+    found = Engine(artifact, emulated_device(artifact, arch, emulator)).score(ids)
+    assert 1e-5 < kl_divergence(exact, found) < expected.facts["summary"]["kl_llamacpp_vs_exact_mean"]
 
 
 @pytest.mark.full

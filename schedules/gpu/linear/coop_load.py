@@ -37,7 +37,6 @@ EXPONENT_VALUE = 1024
 HIGH_EXPONENT = 0x54005400  # of 64.0, whose bits 4 to 7 count ones
 HIGH_EXPONENT_VALUE = 64
 EXPONENTS = EXPONENT, HIGH_EXPONENT
-SIGN = 0x80808080  # turns signed bytes into bytes that count from 128
 SIGNS = 0x80008000  # of two float16
 PAIRS = 0x05020500, 0x05030501  # byte selectors: bytes 0 and 2, 1 and 3 of a word below those of EXPONENT
 
@@ -74,7 +73,7 @@ def _halves(fmt: Format, x: Expr) -> list[Expr]:
     """The elements of a loaded vector of a float format as float16."""
     parts = elements(x)
     if fmt.name == "bf16":
-        parts = [T.reinterpret("float32", T.shift_left(T.cast(part, "uint32"), T.uint32(16))) for part in parts]
+        parts = [load.real(fmt, part) for part in parts]
     return parts if fmt.name == "f16" else [T.cast(part, "float16") for part in parts]
 
 
@@ -133,7 +132,7 @@ def _unsigned(arch: Device, fmt: Format, codes: Words) -> tuple[Words, int, Sequ
     if fmt.table:
         return {"Q8": load.values(arch, fmt, None, lambda: load.bytes_of(codes), 0x80)}, 128, None
     if fmt.signed:
-        return {"Q8": [T.Bind(word ^ T.uint32(SIGN)) for word in codes["Q8"]]}, 128, None
+        return {"Q8": [T.Bind(word ^ T.uint32(load.SIGN)) for word in codes["Q8"]]}, 128, None
     return codes, fmt.zero, None
 
 

@@ -20,9 +20,9 @@ from mlc_amd.schedules.gpu.base.matrices import Fragments
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.quantize import RUN, RUNS
 from mlc_amd.schedules.gpu.base.registers import at
-from mlc_amd.schedules.gpu.base.step import all_of, when
+from mlc_amd.schedules.gpu.base.step import SUMS, all_of, when
 from mlc_amd.schedules.gpu.linear import coop_load, load
-from mlc_amd.schedules.gpu.linear.gemm_tile import SUMS, Loaded, Product, SteppedGemm, Tile, TileWork, workgroups
+from mlc_amd.schedules.gpu.linear.gemm_tile import Loaded, Product, SteppedGemm, Tile, TileWork, workgroups
 from mlc_amd.schedules.tir import Expr
 
 PAD = 1  # units added to each row in shared memory: eight consecutive rows are then in different banks

@@ -16,17 +16,21 @@ from typing import ClassVar
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.formats import Format
+from mlc_amd.schedules.decode import minifloat
+from mlc_amd.schedules.formats import PLANE_BITS, Format
 from mlc_amd.schedules.gpu.base.device import computed_here, dot4, each, fma
-from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import FIELDS
-from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, put
-from mlc_amd.schedules.gpu.base.step import when
-from mlc_amd.schedules.gpu.linear.gemm_load import PIECE, byte_piece, columns_of, fetch, real8
-from mlc_amd.schedules.gpu.linear.gemm_tile import SUMS, Loaded, Product, SteppedGemm, Tile, TileWork
+from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, put, vector
+from mlc_amd.schedules.gpu.base.step import SUMS, when
+from mlc_amd.schedules.gpu.linear import load
+from mlc_amd.schedules.gpu.linear.gemm_tile import Loaded, Product, SteppedGemm, Tile, TileWork
 from mlc_amd.schedules.gpu.linear.load import QUADS, block_bytes
 from mlc_amd.schedules.tir import Buffer, Expr
 
+Raw = dict[str, list[Expr]]  # what `fetch` loads: by plane
+PIECE = 16  # columns of a piece
 LANES = 32  # rows side by side
 PAD = 4  # words added to each row of LDS: eight consecutive rows, read 128 bits wide, are in different banks
 
@@ -69,6 +73,84 @@ def choose_exact(of: Product) -> DotTile:
     tiles = _fitting(EXACT_TILES, of)
     fills = (tile for tile in tiles if of.tokens // tile.tokens * -(-of.rows // tile.rows) >= of.arch.units)
     return next(fills, tiles[-1])
+
+
+# ---- weights from their planes to registers
+# A piece at a time: half a block of 32 columns of one row, columns 8*part .. 8*part + 7 and 16 + 8*part .. 16 + 8*part
+# + 7 (part 0 or 1: what two words of nibbles hold). Fetching and unpacking are separate, so that the loads of one step
+# can be in flight while the step before is multiplied.
+
+
+def columns_of(part: Expr) -> tuple[Expr, Expr]:
+    """First columns, within their block, of the two runs of eight that make a piece."""
+    return 8 * part, 16 + 8 * part
+
+
+def fetch(fmt: Format, bufs: Planes, row: Expr, block: Expr, part: Expr) -> Raw:
+    """The loads of a piece, in registers: name of a plane -> list of loaded values."""
+    if fmt.kind == "float":
+        return {"W": [T.Bind(bufs["W"][row, at(block * BLOCK + column, 8)]) for column in columns_of(part)]}
+    starts = {"Q4": ((2 * part, 2),), "Q8": ((2 * part, 2), (4 + 2 * part, 2)), "Q2": ((0, 2),)}
+    raw = {p: [T.Bind(bufs[p][row, block, at(first, n)]) for first, n in starts[p]] for p in fmt.codes if p != "Q1"}
+    if "Q1" in fmt.codes:
+        raw["Q1"] = [T.Bind(bufs["Q1"][row, block])]
+    for plane in fmt.scales:
+        columns, _ = fmt.scale_plane(plane)
+        count = max(1, BLOCK // columns)
+        first = block * count if columns <= BLOCK else block // (columns // BLOCK)
+        raw[plane] = [T.Bind(bufs[plane][row, first + i]) for i in range(count)]
+    return raw
+
+
+def _codes(fmt: Format, raw: Raw, part: Expr) -> list[Expr]:
+    """Four words of unsigned codes, one byte each; two words for each of the two runs of eight columns."""
+    words = {}
+    for plane in fmt.codes:
+        found = raw[plane] if plane == "Q1" else [lane_of(x, i) for x in raw[plane] for i in range(2)]
+        if (bits := PLANE_BITS[plane]) <= 2:
+            found = [T.Bind(T.shift_right(x, T.cast(2 * bits * part, "uint32"))) for x in found]
+        words[plane] = found
+    return load.bytes_of(words, 2)
+
+
+def _signed(arch: Device, fmt: Format, raw: Raw, part: Expr) -> list[Expr]:
+    """Four words of signed bytes: the weights in units of the scale."""
+    nibbles = [lane_of(raw["Q4"][0], i) for i in range(2)] if "Q4" in raw else None
+    words = load.values(arch, fmt, nibbles, lambda: _codes(fmt, raw, part))
+    if fmt.table or fmt.signed or not fmt.zero:
+        return words
+    return [load.minus(word, fmt.zero) for word in words]
+
+
+def scales(fmt: Format, raw: Raw) -> tuple[list[Expr], list[Expr] | None]:
+    """(scales, minimums), lists of float32, one per group of columns of the block (two groups of 16 or one of 32).
+
+    weight = scale * (code - zero) + minimum; minimums are None for formats without."""
+
+    def real(x: Expr) -> Expr:
+        return T.cast(x, "float32")
+
+    if fmt.minifloat:
+        return [T.Bind(minifloat(fmt.minifloat, T.cast(s, "int32"))) for s in raw["S"]], None
+    d = real(raw["D"][0])
+    if fmt.unit != 1:
+        d = T.Bind(d * T.float32(fmt.unit))
+    if "S" not in fmt.scales:
+        return [T.Bind(d)], [T.Bind(real(raw["M"][0]))] if fmt.minimum else None
+    subs, mins = raw["S"], raw.get("Z", [])
+    if fmt.nibble_scales:
+        subs, mins = [s & T.uint8(15) for s in subs], [T.shift_right(s, T.uint8(4)) for s in subs]
+    found = [T.Bind(d * real(s)) for s in subs]
+    return found, [T.Bind(-(real(raw["DM"][0]) * real(z))) for z in mins] if fmt.minimum else None
+
+
+def byte_piece(arch: Device, fmt: Format, raw: Raw, part: Expr) -> tuple[list[Expr], list[Expr], list[Expr] | None]:
+    """(runs, scales, minimums): the two runs of eight columns as int32x2, words of signed bytes; `scales` as above."""
+    words = [T.Bind(T.reinterpret("int32", word)) for word in _signed(arch, fmt, raw, part)]
+    return [vector(words[:2]), vector(words[2:])], *scales(fmt, raw)
+
+
+# ---- the tiles
 
 
 class _RegisterGemm(SteppedGemm[DotTile]):
@@ -253,7 +335,7 @@ class FloatGemm(_RegisterGemm):
             put(self.x_lds, x, at(token * self.ld + column, 8))
         for weight, lds, pieces in zip(work.weights, self.w_lds, loaded[1], strict=True):
             for (row, block, part), raw in zip(self._w_pieces(), pieces, strict=True):
-                runs = [T.Bind(real8(weight.fmt, w)) for w in raw["W"]]
+                runs = [T.Bind(load.real(weight.fmt, w)) for w in raw["W"]]
                 for column, run in zip(columns_of(part), runs, strict=True):
                     put(lds, run, at(row * self.ld + block * BLOCK + column, 8))
 

@@ -1,9 +1,12 @@
 """The GEMM tile on AMD's int8 matrix units: as `gemm_matrix.py`, with activations as int8 and the codes of weights as
 they are.
 
+Of gate and up only: half of a model's products and more, whose common input, a norm's result, adds least to the
+divergence from exact logits when it is rounded (docs/performance.md).
+
 Activations in the layout "lanes" become int8 in a launch before, a token's GROUP columns sharing a scale, amax / 127:
 
-    A  uint32 [tiles of 16 tokens, groups, words]   what lanes (`int8_unit.py`) load, 16 bytes of each side by side: of
+    A  uint32 [tiles of 16 tokens, groups, words]   what lanes (`Int8Unit`) load, 16 bytes of each side by side: of
                                                     each block in turn the words of its first half, of its second one
     S  float32 [tiles, groups, 16]                  scales, those of a lane's sums side by side
     Q  float16 [tiles, groups, elements]            sums of 8 columns' int8, likewise: at most 1016, which is exact
@@ -23,12 +26,13 @@ multiplied by the tokens' scales. At the end lanes exchange their sums through L
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.formats import Format
+from mlc_amd.schedules.formats import PLANE_BITS, Format
+from mlc_amd.schedules.gpu.base.arch import GpuArch
 from mlc_amd.schedules.gpu.base.device import fma, launch, schedule_fence, wave_meets, wave_sum
 from mlc_amd.schedules.gpu.base.matrices import SIDE, Registers
 from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes
@@ -39,7 +43,6 @@ from mlc_amd.schedules.gpu.base.step import if_live
 from mlc_amd.schedules.gpu.linear import load
 from mlc_amd.schedules.gpu.linear.gemm_matrix import NONE, MatrixGemm, MatrixTile
 from mlc_amd.schedules.gpu.linear.gemm_tile import Product, TileWork
-from mlc_amd.schedules.gpu.linear.int8_unit import Halves, Int8Unit, RowBlocks, products, unit_of
 from mlc_amd.schedules.tir import Buffer, Expr
 
 GROUP = 128  # columns of a scale of the activations
@@ -49,10 +52,66 @@ SUMMED = GROUP // SUMS  # columns of each
 QUAD = 4  # words of a load
 BASE, BASE_BITS = 12582912.0, 0x4B400000  # 3 * 2**22: float32 around it are 1 apart, for 2**22 either way
 AHEAD = 2  # loads of activations at once, while those before are multiplied: with more LLVM spills registers
-SIGN = 0x80808080
+Halves = tuple[list[Expr], list[Expr]]  # int32 words of a lane of both halves of a block
 # Registers of a lane, by lanes of a wave, for sums, bytes of weights and, where there is room, what the next group's
 # are made of: with more LLVM spills
 ROOM = {32: 150, 64: 300}
+
+
+@dataclass(frozen=True)
+class Int8Unit:
+    """The instructions of waves of `groups` times 16 lanes, on signed bytes: WMMA of gfx12, MFMA of gfx942 and gfx950.
+    Tokens are the rows of the product, 16 rows of a weight its columns. The order of columns within an instruction is
+    free, as both operands have the same one; so a lane's words of both halves of a block come from the same words of
+    nibbles."""
+
+    groups: int
+    # Groups of lanes that hold different columns of an operand; lane l belongs to part l // 16 % parts. Of the four
+    # words of either half of a block of 32 columns, part g holds 4 // parts from word (4 // parts) * g on.
+    parts: int
+    acc: int  # sums of a lane in an instruction
+    per_half: bool = True  # whether an instruction multiplies one half of a block, or both
+
+    @property
+    def words(self) -> int:
+        """Of either half of a block, that a lane has."""
+        return load.QUADS // 2 // self.parts
+
+    def multiply(self, acts: Sequence[Expr], weights: Sequence[Expr], sums: Expr) -> Expr:
+        """sums (int32 vector) plus the product of words of tokens and of weights."""
+        zero, signed, exact = T.int32(0), T.bool(True), T.bool(False)
+        if self.groups == 2:
+            operands = [signed, vector(acts), signed, vector(weights), sums, exact]
+            name = "llvm.amdgcn.wmma.i32.16x16x16.iu8"
+        else:
+            a, b = (T.reinterpret("int64", vector(words)) for words in (acts, weights))
+            name, operands = "llvm.amdgcn.mfma.i32.16x16x32.i8", [a, b, sums, zero, zero, zero]
+        return T.Bind(T.call_llvm_pure_intrin(f"int32x{self.acc}", name, *operands))
+
+
+# kind of matrix unit, columns of its int8 instructions; those of other GPUs are no faster than float16
+UNITS = {("wmma12", 16): Int8Unit(2, 2, 8), ("mfma", 32): Int8Unit(4, 4, 4, per_half=False)}
+
+
+def unit_of(arch: Device) -> Int8Unit | None:
+    """The int8 matrix unit of an arch; None for one without, or that kernels do not use."""
+    return UNITS.get((arch.matrix, arch.code.int8_columns)) if isinstance(arch, GpuArch) else None
+
+
+def products(
+    unit: Int8Unit, acts: Sequence[Sequence[Expr]], weights: Sequence[Sequence[Expr]], groups: int, start: int
+) -> list[Expr]:
+    """`start` plus the products of a block of tokens and weights, int32 vectors of `unit.acc` sums: one, or one for
+    each half of its columns (groups: 2). acts, weights: for each half a lane's words, int32."""
+    zero = T.broadcast(T.int32(start), unit.acc)
+    if not unit.per_half:
+        first, last, nothing = *weights, [T.int32(0)] * len(weights[0])
+        parts = [[*first, *last]] if groups == 1 else [[*first, *nothing], [*nothing, *last]]
+        return [unit.multiply([*acts[0], *acts[1]], part, zero) for part in parts]
+    low = unit.multiply(acts[0], weights[0], zero)
+    if groups == 1:
+        return [unit.multiply(acts[1], weights[1], low)]
+    return [low, unit.multiply(acts[1], weights[1], zero)]
 
 
 def int8_activations(of: Product, state: Buffer, H: Buffer) -> list[Buffer]:
@@ -113,24 +172,76 @@ def shift_of(fmt: Format) -> int:
     return max(s for s in range(8) if low << s >= -128 and high << s < 128)
 
 
-class _Row(RowBlocks):
-    """A group of a lane's row."""
+class _Row:
+    """A group of a lane's row. planes: of `load.views`, of as many blocks; part: of the lane, as of `Int8Unit`."""
 
     def __init__(self, fmt: Format, planes: Planes, row: Expr, unit: Int8Unit, part: Expr):
         self.shift = shift_of(fmt)
         if fmt.table:
             fmt = replace(fmt, table=tuple(value << self.shift for value in fmt.table))
-        super().__init__(fmt, planes, row, unit, part, BLOCKS)
+        self.fmt, self.planes, self.row, self.part, self.count = fmt, planes, row, part, unit.words
+
+    def fetched(self, first: Expr) -> load.Unit:
+        """Loads block `first` and the next ones. Of codes the words of all blocks by plane, of S and Z words of
+        bytes."""
+        fmt, row, count = self.fmt, self.row, self.count
+        codes: dict[str, list[Expr]] = {}
+        scales: dict[str, list[Expr]] = {}
+        for plane in fmt.codes:
+            bits, buf = PLANE_BITS[plane], self.planes[plane]
+            if bits <= 2:  # bits of all columns are in the same word
+                codes[plane] = load.wide(buf, row, first * bits, BLOCKS * bits)
+                continue
+            starts = [(b, start) for b in range(BLOCKS) for start in range(0, bits, 4)]
+            codes[plane] = [
+                x for b, start in starts
+                for x in load.wide(buf, row, (first + b) * bits + start + self.part * count, count)
+            ]  # fmt: skip
+        for name in fmt.scales:
+            if name in ("S", "Z"):
+                width = min(load.WORD, GROUP // fmt.group)
+                places = row, first * (BLOCK // fmt.group) // width, GROUP // fmt.group // width
+                found = load.wide(self.planes[name], *places)
+                scales[name] = [T.Bind(T.cast(x, "uint32")) for x in found] if width < load.WORD else found
+            elif fmt.block > BLOCK:
+                scales[name] = [T.Bind(self.planes[name][row, first // (fmt.block // BLOCK)])]
+            else:
+                scales[name] = load.wide(self.planes[name], row, first, BLOCKS)
+        return load.Unit(codes, scales)
 
     def decoded(self, arch: Device, loaded: load.Unit) -> _Group:
         fmt, unit = self.fmt, T.float32(2.0**-self.shift)
-        words = [self.codes(arch, loaded, b) for b in range(BLOCKS)]
-        of = [self.scales(loaded, b) for b in range(BLOCKS)]
+        words = [self._words(arch, loaded, b) for b in range(BLOCKS)]
+        of = [self._scales(loaded, b) for b in range(BLOCKS)]
         factors = [T.Bind(x * unit) for each in of for x in each.factors()]
         start = T.Bind(sum(factors[1:], factors[0]) * T.float32(-BASE))
         low = T.Bind(T.float32(0) - of[0].minimum) if fmt.minimum == "DM" else None
         signed = [([self._signed(x) for x in first], [self._signed(x) for x in last]) for first, last in words]
         return _Group(signed, factors, start, low, self._minimums(loaded) if fmt.minimum else None)
+
+    def _words(self, arch: Device, loaded: load.Unit, block: int) -> Halves:
+        """Codes of one of the blocks, or what they stand for in the format's table."""
+        raw, count = {}, self.count
+        for plane, words in loaded.codes.items():
+            each, bits = len(words) // BLOCKS, PLANE_BITS[plane]
+            raw[plane] = words[block * each : (block + 1) * each]
+            if bits <= 2 and count < load.WORD:
+                shift = self.part * (count * bits)
+                raw[plane] = [T.Bind(T.shift_right(x, T.cast(shift, "uint32"))) for x in raw[plane]]
+        found = load.values(arch, self.fmt, None, lambda: load.bytes_of(raw, count))
+        found = [T.Bind(T.reinterpret("int32", x)) for x in found]
+        return found[:count], found[count:]
+
+    def _scales(self, loaded: load.Unit, block: int) -> load.Scales:
+        """Of one of the blocks."""
+        own, number = {}, 0
+        for name, found in loaded.scales.items():
+            if name in ("S", "Z"):
+                first = block * (BLOCK // self.fmt.group)
+                own[name], number = [found[first // load.WORD]], first % load.WORD // (BLOCK // self.fmt.group)
+            else:
+                own[name] = [found[block if self.fmt.block == BLOCK else 0]]
+        return load.scales(self.fmt, load.Unit({}, own), number)
 
     def _signed(self, word: Expr) -> Expr:
         """Words of codes as signed bytes: the weights in units of 1 / 2**shift."""
@@ -139,9 +250,9 @@ class _Row(RowBlocks):
             return word
         found = T.shift_left(T.reinterpret("uint32", word), T.uint32(self.shift))
         if zero == 128:
-            found = found ^ T.uint32(SIGN)
-        elif zero:  # the top bits keep borrows inside their byte
-            found = ((found | T.uint32(SIGN)) - T.uint32(0x01010101 * zero)) ^ T.uint32(SIGN)
+            found = found ^ T.uint32(load.SIGN)
+        elif zero:
+            found = load.minus(found, zero)
         return T.Bind(T.reinterpret("int32", found))
 
     def _minimums(self, loaded: load.Unit) -> Expr:
@@ -158,8 +269,9 @@ class _Row(RowBlocks):
 
 
 def suits(of: Product) -> bool:
-    """Whether there are int8 products, and instructions for them."""
-    return unit_of(of.arch) is not None and of.k % GROUP == 0 and all(fmt.kind == "int8" for fmt in of.formats)
+    """Whether the kernel's products may be of int8, and there are instructions for them."""
+    gate_up, codes = of.weights == 2, all(fmt.kind == "int8" for fmt in of.formats)
+    return gate_up and codes and of.k % GROUP == 0 and unit_of(of.arch) is not None
 
 
 class Int8Gemm(MatrixGemm):
@@ -169,7 +281,7 @@ class Int8Gemm(MatrixGemm):
 
     def __init__(self, of: Product, tile: MatrixTile):
         if not suits(of):
-            raise ValueError(f"{of.arch.name} does not multiply {of.formats} of {of.k} columns as int8")
+            raise ValueError(f"{of.arch.name} does not multiply {of.weights} of {of.formats} of {of.k} columns as int8")
         super().__init__(of, tile)
         self.completes_norms = False
         self.int8, self.groups = cast(Int8Unit, unit_of(of.arch)), of.k // GROUP

@@ -186,8 +186,6 @@ class Gemm(ABC, Generic[TileT]):
 
 Loaded = tuple[list, list]  # registers of a step: of the activations, and for each weight
 
-SUMS = 256  # float32 accumulators of a lane, at most: more leave no registers for anything else
-
 
 def workgroups(tile: Tile, of: Product) -> int:
     return -(-of.tokens // tile.tokens) * -(-of.rows // tile.rows)

@@ -27,12 +27,13 @@ from mlc_amd.schedules.formats import FP4_VALUES, MINIFLOATS, PLANE_BITS, Format
 from mlc_amd.schedules.gpu.base.device import intrin
 from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.registers import at, lane_of
+from mlc_amd.schedules.gpu.base.registers import at, elements, lane_of
 from mlc_amd.schedules.tir import Buffer, Expr
 
 QUADS = 8  # words of four codes in a block
 LOAD_WORDS = 4  # of the widest load: 128 bits
 WORD = 4  # bytes
+SIGN = 0x80808080  # of each byte
 
 
 class Unit(NamedTuple):
@@ -114,11 +115,17 @@ def fetch(fmt: Format, planes: Planes, row: Expr, unit: Expr, span: int) -> Unit
 
 def fetch_float(fmt: Format, planes: Planes, row: Expr, unit: Expr, width: int) -> list[Expr]:
     """Loads unit number `unit` of a row of a float format: `width` float32 registers."""
-    w = T.Bind(planes["W"][row, at(unit * width, width)])
-    parts = [lane_of(w, i) for i in range(width)] if width > 1 else [w]
-    if fmt.name == "bf16":
-        return [T.reinterpret("float32", T.shift_left(T.cast(x, "uint32"), T.uint32(16))) for x in parts]
-    return [T.cast(x, "float32") for x in parts]
+    return [real(fmt, x) for x in elements(T.Bind(planes["W"][row, at(unit * width, width)]))]
+
+
+def real(fmt: Format, x: Expr) -> Expr:
+    """Weights of a float format, a scalar or a vector, as float32."""
+    count = x.ty.dtype.lanes
+    lanes = f"x{count}" if count > 1 else ""
+    if fmt.name != "bf16":
+        return T.cast(x, f"float32{lanes}")
+    shift = T.broadcast(T.uint32(16), count) if lanes else T.uint32(16)
+    return T.reinterpret(f"float32{lanes}", T.shift_left(T.cast(x, f"uint32{lanes}"), shift))
 
 
 def block_words(fmt: Format, unit: Unit, block: int) -> dict[str, list[Expr]]:
@@ -156,6 +163,12 @@ def field(x: Expr, first: Expr, bits: int, to: int, ones: int = 0x01010101) -> E
     elif first != to:
         x = T.shift_right(x, T.uint32(first - to)) if first > to else T.shift_left(x, T.uint32(to - first))
     return x & T.uint32(ones * ((1 << bits) - 1 << to))
+
+
+def minus(word: Expr, zero: int) -> Expr:
+    """Bytes below 128, minus `zero`, as signed ones."""
+    top = T.uint32(SIGN)  # keeps borrows inside their byte
+    return ((word | top) - T.uint32(0x01010101 * zero)) ^ top
 
 
 def _byte(word: Expr, i: int, kind: str = "uint8") -> Expr:

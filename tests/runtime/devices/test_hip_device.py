@@ -35,7 +35,8 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import RESERVE
 from mlc_amd.schedules.gpu.base.arch import resolve
 from mlc_amd.schedules.operators import Embed, RmsNorm
-from tests.dev.hip_recorder import Recorder, emulated
+from tests.dev.hip_emulated import emulated
+from tests.dev.hip_recorder import Recorder
 
 
 @pytest.fixture

@@ -25,7 +25,8 @@ from mlc_amd.runtime.measure.child import Child, ChildDied
 from mlc_amd.runtime.measure.hip import HipBackend
 from mlc_amd.runtime.measure.measurer import Measurer
 from mlc_amd.runtime.measure.timing import Bench
-from tests.dev.hip_recorder import OK, Recorder
+from tests.dev.hip_recorder import Recorder
+from tests.dev.hip_types import OK
 
 
 @pytest.fixture(autouse=True)

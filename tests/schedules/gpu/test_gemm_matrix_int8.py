@@ -11,7 +11,7 @@ from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base.arch import resolve
 from mlc_amd.schedules.gpu.base.profiles import resolve as profile
-from mlc_amd.schedules.gpu.linear.gemm import gate_up_swiglu, linear, plans
+from mlc_amd.schedules.gpu.linear.gemm import gate_up_swiglu, plans
 from mlc_amd.schedules.gpu.linear.gemm_matrix import MatrixTile
 from mlc_amd.tools.reference.activations import in_layout, read
 from tests.dev.gfxemu import emulate
@@ -20,7 +20,7 @@ from tests.schedules.gpu.test_gpu_gemv import check_no_spills
 ARCHS = ("gfx1201", "gfx942", "gfx950")
 INT8 = [name for name in gguf_blocks.DISTINCT if FORMATS[name].kind == "int8"]
 K = 512
-TOLERANCE = 1e-3  # of the largest result: a fifth of what int8 activations are off; a tie of rounding makes half of it
+TOLERANCE = 2e-3  # of the largest result: two fifths of what int8 activations are off; ties of rounding make half of it
 TILE = MatrixTile(32, 32, 1, 2, 1, 1)
 
 
@@ -32,42 +32,36 @@ def rounded(x):
     return (q * (top / 127)).reshape(x.shape).astype(np.float64)
 
 
-def layout_of(arch):
-    return f"lanes:{arch.wave // 16}"
+def gate_up(arch, gate, up=None, f=64, k=K, m=32):
+    layout = f"lanes:{arch.wave // 16}"
+    return workloads.gate_up_op(gate, up or gate, f, k, m, layout, layout)
 
 
-def activations(m, k=K):
-    return np.random.default_rng(1).standard_normal((m, k)).astype(np.float16)
-
-
-def state(live):
-    return np.array([5, live, 0, 0], np.int32)
-
-
-def run_linear(arch_name, segments, m=32, tile=TILE, live=None, residual=False, k=K):
-    """Runs it; asserts that rows of live tokens are right; returns the whole results."""
-    arch, x, live = resolve(arch_name), activations(m, k), live or m
-    op = workloads.linear_op(segments, k, m, layout_of(arch), (False,) * len(segments), residual=residual)
-    module = compile_hsaco({"k": linear(op, arch, "k", tile)}, arch)
-    arrays, expected = {"state": state(live), "H": in_layout(op.layout, x)}, []
-    for i, (fmt, n) in enumerate(segments):
-        planes, w = gguf_blocks.weights(fmt, n, k, i, "rows")
-        arrays |= {f"W{i}_{name}": plane for name, plane in planes.items()}
-        arrays[f"Y{i}"] = np.full((m, -(-n // 16) * 16), np.nan, np.float32)
-        expected.append(rounded(x) @ w.astype(np.float64).T)
-    if residual:
-        arrays["R"] = np.random.default_rng(2).standard_normal(arrays["Y0"].shape, np.float32)
-        expected[0] = expected[0] + arrays["R"][:, : segments[0][1]]
+def run(arch_name, op, tile=TILE, live=None):
+    """Runs it; asserts that rows of live tokens are right; returns all results [m, f]."""
+    arch, live = resolve(arch_name), live or op.m
+    x = np.random.default_rng(1).standard_normal((op.m, op.k)).astype(np.float16)
+    module = compile_hsaco({"k": gate_up_swiglu(op, arch, "k", tile)}, arch)
+    (gate_planes, g), (up_planes, u) = (
+        gguf_blocks.weights(of, op.n, op.k, i, "rows") for i, of in enumerate(op.formats)
+    )
+    scale = np.float32(4 / np.abs(rounded(x) @ g.T.astype(np.float64)).max())  # at which the sigmoid bends
+    x = (x * scale).astype(np.float16)
+    arrays = {"state": np.array([5, live, 0, 0], np.int32), "H": in_layout(op.layout_in, x)}
+    arrays["Y"] = in_layout(op.layout, np.full((op.m, op.n), np.nan))
+    arrays |= {f"G_{name}": plane for name, plane in gate_planes.items()}
+    arrays |= {f"U_{name}": plane for name, plane in up_planes.items()}
     results = emulate(module, "k", arrays, wave_order=3)
     assert any("i8" in name or "iu8" in name for result in results for name in result.by_mnemonic)
-    for i, y in enumerate(expected):
-        assert np.abs(arrays[f"Y{i}"][:live, : y.shape[1]] - y[:live]).max() < TOLERANCE * np.abs(y).max()
-    return [arrays[f"Y{i}"] for i in range(len(segments))]
+    a, b = (rounded(x) @ w.astype(np.float64).T for w in (g, u))
+    y, found = a / (1 + np.exp(-a)) * b, read(op.layout, {"H": arrays["Y"]})[: op.m, : op.n]
+    assert np.abs(found - y)[:live].max() < TOLERANCE * np.abs(y[:live]).max()
+    return found
 
 
 @pytest.mark.emulator
-def test_a_linear():
-    run_linear("gfx1201", (("q4_k", 48),))
+def test_one_format():
+    run("gfx1201", gate_up(resolve("gfx1201"), "q4_k"))
 
 
 @pytest.mark.full
@@ -75,56 +69,32 @@ def test_a_linear():
 @pytest.mark.parametrize("fmt", INT8)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_formats(arch, fmt):
-    run_linear(arch, ((fmt, 41),))
+    run(arch, gate_up(resolve(arch), fmt))
 
 
 @pytest.mark.full
 @pytest.mark.emulator
 @pytest.mark.parametrize("arch", ARCHS)
-def test_segments_and_waves_along_all_axes(arch):
-    """Two waves along tokens, rows and columns; three groups of columns for two waves."""
-    run_linear(arch, (("q4_0", 80), ("iq4_nl", 48)), 64, MatrixTile(64, 64, 2, 1, 2, 1), k=384)
+def test_two_formats_and_waves_along_all_axes(arch):
+    """Two waves along tokens, rows and columns; three groups of columns for two waves; rows that fill no tile."""
+    run(arch, gate_up(resolve(arch), "q4_0", "q5_1", 96, 384, 64), MatrixTile(64, 64, 2, 1, 2, 1))
 
 
 @pytest.mark.full
 @pytest.mark.emulator
 @pytest.mark.parametrize("arch", ARCHS[:2])
 def test_tiles_without_live_tokens_are_left(arch):
-    (y,) = run_linear(arch, (("q4_0", 32),), 64, live=9, residual=True)
-    assert np.isnan(y[32:]).all()
-
-
-@pytest.mark.full
-@pytest.mark.emulator
-@pytest.mark.parametrize("arch", ARCHS)
-def test_gate_up(arch):
-    arch, m, f = resolve(arch), 32, 96
-    layout, x = layout_of(arch), activations(m)
-    op = workloads.gate_up_op("q4_0", "q5_1", f, K, m, layout, layout)
-    module = compile_hsaco({"k": gate_up_swiglu(op, arch, "k", TILE)}, arch)
-    (gate_planes, g), (up_planes, u) = (gguf_blocks.weights(of, f, K, i, "rows") for i, of in enumerate(op.formats))
-    scale = np.float32(4 / np.abs(rounded(x) @ g.T.astype(np.float64)).max())  # at which the sigmoid bends
-    x = (x * scale).astype(np.float16)
-    arrays = {"state": state(m), "H": in_layout(layout, x), "Y": in_layout(layout, np.zeros((m, f)))}
-    arrays |= {f"G_{name}": plane for name, plane in gate_planes.items()}
-    arrays |= {f"U_{name}": plane for name, plane in up_planes.items()}
-    emulate(module, "k", arrays, wave_order=2)
-    a, b = (rounded(x) @ w.astype(np.float64).T for w in (g, u))
-    y = a / (1 + np.exp(-a)) * b
-    assert np.abs(read(layout, {"H": arrays["Y"]})[:m, :f] - y).max() < 2e-3 * np.abs(y).max()
+    assert np.isnan(run(arch, gate_up(resolve(arch), "q4_0", m=64), live=9)[32:]).all()
 
 
 @pytest.mark.parametrize("arch", sample(ARCHS[:2], ["gfx1201"]))
 @pytest.mark.parametrize("fmt", sample(["q4_0", "q4_k", "q6_k", "q8_0"], ["q4_k"]))
 def test_the_largest_tiles_do_not_spill(arch, fmt):
     target = resolve(arch)
-    op = workloads.linear_op(((fmt, 256),), 4096, 128, layout_of(target), (False,))
-    tiles = {(4, 2): MatrixTile(64, 256, 1, 8, 1, 1), (8, 1): MatrixTile(128, 128, 1, 8, 1, 1)}
-    if target.wave == 64:
-        tiles = {(8, 2): MatrixTile(128, 128, 1, 4, 1, 1)}
-    kernels = {f"k{t}x{n}": linear(op, target, f"k{t}x{n}", tile) for (t, n), tile in tiles.items()}
-    check_no_spills(compile_hsaco(kernels, target))
-    assert {plan for plan in plans(op, target).plans if plan.int8} >= set(tiles.values())
+    op = gate_up(target, fmt, f=256, k=4096, m=128)
+    tile = MatrixTile(128, 128, 1, 4, 1, 1) if target.wave == 64 else MatrixTile(64, 128, 1, 8, 1, 1)
+    assert tile in plans(op, target).plans
+    check_no_spills(compile_hsaco({"k": gate_up_swiglu(op, target, "k", tile)}, target))
 
 
 @pytest.mark.parametrize(
@@ -139,12 +109,17 @@ def test_the_largest_tiles_do_not_spill(arch, fmt):
     ],
 )
 def test_where_the_plans_exist(arch, fmt, k, exist):
-    target = resolve(arch)
-    space = plans(workloads.linear_op(((fmt, 64),), k, 64, layout_of(target), (False,)), target)
+    space = plans(gate_up(resolve(arch), fmt, k=k, m=64), resolve(arch))
     assert space.default.int8 == 0 and any(plan.int8 for plan in space.plans) == exist
     assert not any(plan.int8 and (space.valid(plan) is not None) for plan in space.plans)
 
 
+def test_other_layers_have_none():
+    """Their inputs count for more."""
+    arch = resolve("gfx1201")
+    linear = workloads.linear_op((("q4_0", 64),) * 3, 512, 64, "lanes:2", (False,) * 3)
+    assert not any(plan.int8 for plan in plans(linear, arch).plans)
+
+
 def test_there_are_none_on_vulkan():
-    op = workloads.linear_op((("q4_0", 64),), 512, 64, "lanes:2", (False,))
-    assert not any(plan.int8 for plan in plans(op, profile("rdna4")).plans)
+    assert not any(plan.int8 for plan in plans(gate_up(resolve("gfx1201"), "q4_0", m=64), profile("rdna4")).plans)

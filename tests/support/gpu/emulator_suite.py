@@ -33,7 +33,8 @@ from mlc_amd.tools.reference.attention import attention_reference
 from tests.compiler import test_generic
 from tests.compiler.codegen import test_rocm_codegen
 from tests.dev.gfxemu import emulate, emulate_interleaved
-from tests.dev.hip_recorder import Recorder, emulated
+from tests.dev.hip_emulated import emulated
+from tests.dev.hip_recorder import Recorder
 from tests.dev.quality import kl_divergence
 from tests.schedules.gpu import (
     test_gpu_experts,

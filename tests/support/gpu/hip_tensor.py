@@ -15,7 +15,8 @@ from mlc_amd.runtime.devices.exchange.check import AT_ONCE
 from mlc_amd.runtime.devices.hip import api, device, gpu
 from mlc_amd.runtime.exchange_layout import CONTROL, DONE, EMPTY, EXCHANGING, FAILED, GROUPS, PROBE
 from mlc_amd.runtime.exchange_layout import RANK as NUMBER
-from tests.dev.hip_recorder import WAITING, Recorder
+from tests.dev.hip_recorder import Recorder
+from tests.dev.hip_types import WAITING
 
 ROWS = (1, 4, 16)  # of logits that are added up
 INLINE = (1, 4)
