@@ -246,10 +246,7 @@ class Recorder:
     def hipStreamQuery(self, stream):
         """What was enqueued is done little by little."""
         assert stream.alive
-        if any(one is stream for one, _ in self.queue):
-            self._advance(stream)
-            return (hipError_t.hipErrorNotReady,)
-        return OK
+        return self._not_ready(stream) if any(one is stream for one, _ in self.queue) else OK
 
     def hipEventCreateWithFlags(self, flags):
         timed = flags != self.hipEventDisableTiming
@@ -271,9 +268,10 @@ class Recorder:
 
     def hipEventQuery(self, event):
         """As hipStreamQuery."""
-        if event.come == event.asked:
-            return OK
-        self._advance(event.stream)
+        return OK if event.come == event.asked else self._not_ready(event.stream)
+
+    def _not_ready(self, stream):
+        self._advance(stream)
         return (hipError_t.hipErrorNotReady,)
 
     def hipEventElapsedTime(self, begin, end):
