@@ -18,6 +18,7 @@ from mlc_amd.runtime import leftovers
 from mlc_amd.runtime.errors import UserError
 
 SUFFIX = ".mlc-amd-tmp"  # of the names of temporary folders
+FULL = errno.ENOSPC, errno.EDQUOT
 _TRIES = 100  # of removing a folder that threads still write to, 10 ms apart
 
 
@@ -25,6 +26,13 @@ def cache_directory() -> Path:
     """Where everything of the user's is cached: `$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`)."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "mlc-amd"
+
+
+def unwritable(path: Path, error: OSError, elsewhere: str) -> str:
+    """The message of an error while writing to `path`: what to do is `elsewhere`, or to free space where that is
+    missing."""
+    room = "free some space or " if error.errno in FULL else ""
+    return f"cannot write {path}: {error.strerror or error}; {room}{elsewhere}"
 
 
 class Lock:
@@ -140,7 +148,7 @@ def temporary(name: str) -> Iterator[Path]:
         with scratch(parent, name) as folder:
             yield folder
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not _within(error.filename, parent):
+        if error.errno not in FULL or not _within(error.filename, parent):
             raise
         raise UserError(
             f"cannot write temporary files to {parent}: {error.strerror}; free some space there or set TMPDIR"

@@ -152,8 +152,6 @@ def _tensor(name: str, format: str, dims: tuple[int, ...], preset: Preset, seed:
         return Tensor(name, format, dims, lambda start, stop: values.view(np.uint8)[None][start:stop])
     if name.endswith(STATE_SPACE):
         values = _vector(name, prod(dims), preset, np.random.default_rng([seed, zlib.crc32(name.encode())]))
-        if name.endswith("ssm_a"):  # states decay
-            values = -0.1 - 5 * np.abs(values)
         return Tensor(name, format, dims, lambda start, stop: values.reshape(-1, columns)[start:stop].view(np.uint8))
     size = row_bytes(format, columns)
     group = max(1, _GROUP_BYTES // size)
@@ -178,7 +176,8 @@ def _tensor(name: str, format: str, dims: tuple[int, ...], preset: Preset, seed:
 
 
 def _vector(name: str, columns: int, preset: Preset, rng: np.random.Generator) -> np.ndarray:
-    """float32 [columns], read-only: RoPE's factors as published, norms and scales near 1, biases near 0."""
+    """float32 [columns], read-only: RoPE's factors as published, norms and scales near 1, biases near 0, and factors
+    with which states decay."""
     if name == "rope_freqs.weight" and preset.rope_freqs:
         values = preset.rope_freqs(columns)
     else:
@@ -188,6 +187,8 @@ def _vector(name: str, columns: int, preset: Preset, rng: np.random.Generator) -
             or name.startswith("rope")
         )
         values = rng.standard_normal(columns, np.float32) * np.float32(0.1) + np.float32(center)
+        if name.endswith("ssm_a"):
+            values = -0.1 - 5 * np.abs(values)
     values.flags.writeable = False
     return values
 

@@ -30,6 +30,7 @@ from mlc_amd.compiler.tuning.session import TuningSession
 from mlc_amd.compiler.tuning.tasks import Task
 from mlc_amd.runtime.artifact import json_files
 from mlc_amd.runtime.errors import UserError, shorten
+from mlc_amd.runtime.folders import unwritable
 from mlc_amd.runtime.measure.run_kit import CANDIDATES, COPY, FORMAT, KIT, RESULTS
 from mlc_amd.schedules.operators import VERSION, from_json
 from mlc_amd.schedules.space import space
@@ -211,7 +212,7 @@ def export(
         facts |= {"tvm": tvm.__version__, "version": VERSION, "tasks": tasks}
         (folder / KIT).write_text(json.dumps(facts | {"candidates": candidates}, indent=1))
     except OSError as e:
-        raise UserError(f"cannot write {folder}: {e.strerror or e}; free some space or choose another place") from e
+        raise UserError(unwritable(folder, e, "choose another place")) from e
     nbytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return Exported(folder, len(candidates), len(errors), nbytes)
 

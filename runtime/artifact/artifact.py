@@ -27,7 +27,7 @@ from mlc_amd.runtime.artifact.weight_block import JoinedBlocks, WeightBlock
 from mlc_amd.runtime.artifact.weights_file import Weights, header_digest
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.exchange_layout import RELAY
-from mlc_amd.runtime.folders import Lock, lock, scratch
+from mlc_amd.runtime.folders import Lock, lock, scratch, unwritable
 from mlc_amd.runtime.garbage import no_collection
 
 WEIGHTS, TABLES = "weights.safetensors", "tables.safetensors"
@@ -43,9 +43,9 @@ def source_id(path: str | Path) -> str:
 class CannotWrite(UserError):
     """An artifact cannot be written to `path`; `reason` is the system's."""
 
-    def __init__(self, path: Path, reason: str):
-        super().__init__(f"cannot write {path}: {reason}; free some space or choose another output with -o")
-        self.path, self.reason = path, reason
+    def __init__(self, path: Path, error: OSError):
+        super().__init__(unwritable(path, error, "choose another output with -o"))
+        self.path, self.reason = path, error.strerror or str(error)
 
 
 def sha256(path: Path) -> str:
@@ -64,7 +64,7 @@ def new_artifact(path: Path) -> Iterator[Path]:
             yield temporary
             _replace(path, temporary)
     except OSError as e:
-        raise CannotWrite(path, e.strerror or str(e)) from e
+        raise CannotWrite(path, e) from e
 
 
 def _replace(path: Path, new: Path) -> None:

@@ -197,3 +197,10 @@ def test_full_disk_leaves_nothing_behind(tmp_path):
 def test_missing_folder(tmp_path):
     with pytest.raises(UserError, match="cannot be written"):
         write_gguf(synthetic("tiny:q4_0"), tmp_path / "nowhere" / "model.gguf")
+
+
+@pytest.mark.parametrize("preset", ["qwen35-35b-a3b", "nemotron-3-nano", "kimi-linear-48b-a3b"])
+def test_states_decay(preset):
+    """Or logits would not be finite after some hundred tokens."""
+    factors = [tensor for name, tensor in synthetic(f"{preset}:q4_0").tensors.items() if name.endswith("ssm_a")]
+    assert factors and all(tensor.dequantize().max() < 0 for tensor in factors)

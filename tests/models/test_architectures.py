@@ -1,8 +1,8 @@
 """Each architecture end to end on the CPU, against logits of independent implementations.
 
 tests/fixtures/architectures*.npz: of the models in architectures.py, computed in float64 with NumPy from the GGUF files
-that `write_gguf` makes of them, by a program that shares nothing with this repository; of those in LLAMACPP by
-llama.cpp, in float32. ../shared/archs, where it is at hand: other models, by llama.cpp.
+that `write_gguf` makes of them, by a program that shares nothing with this repository; of those in LLAMACPP, and of
+delta nets, by llama.cpp, in float32. ../shared/archs, where it is at hand: other models, by llama.cpp.
 """
 
 import json

@@ -44,12 +44,13 @@ def encoder(tmp_path_factory):
         one.close()
 
 
-def check(encoder: Encoder, name: str) -> None:
-    ids = encoder.ids(texts())
+def check(encoder: Encoder, name: str, count: int | None = None) -> None:
+    """Of the first `count` texts."""
+    ids = encoder.ids(texts()[:count])
     together, alone = encoder.encode(ids), [encoder.encode([one])[0] for one in ids[::4]]
     for one, other in zip(together[::4], alone, strict=True):
         assert np.abs(one - other).max() <= 2e-6 * np.abs(other).max()
-    expected = EXACT[name].astype(np.float64)
+    expected = EXACT[name][:count].astype(np.float64)
     if encoder.ranks:
         scores = encoder.scores(ids)
         assert np.abs(scores - expected[:, 0]).max() < SCORES[name] * np.abs(expected).max()
@@ -67,7 +68,7 @@ def test_cpu(name, encoder):
 
 @pytest.mark.parametrize("name", sample([name for name in MODELS if name not in WITHOUT_ORACLE], ON_GPU[:1]))
 def test_lavapipe(name, encoder):
-    check(encoder(name, "vulkan"), name)
+    check(encoder(name, "vulkan"), name, 15)  # a driver for CPUs takes long for those of hundreds of tokens
 
 
 @pytest.mark.parametrize("name", sample([name for name in MODELS if name not in WITHOUT_ORACLE], ["nomic-bert"]))

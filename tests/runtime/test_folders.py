@@ -93,3 +93,12 @@ def test_a_lock_of_a_folder_that_was_removed_is_none(tmp_path):
     held.close()
     waiting.join()
     assert [type(error) for error in errors] == [FileNotFoundError]
+
+
+@pytest.mark.parametrize(
+    ("code", "room"), [(errno.ENOSPC, "free some space or "), (errno.EROFS, ""), (errno.ENOENT, "")]
+)
+def test_space_is_asked_for_where_it_is_missing(code, room):
+    error = OSError(code, os.strerror(code))
+    expected = f"cannot write model: {os.strerror(code)}; {room}choose another output with -o"
+    assert folders.unwritable(Path("model"), error, "choose another output with -o") == expected

@@ -22,7 +22,7 @@ ROPE_SCALED = {
 EXPERTS = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 64}
 DELTA_NET = {
     "full_attention_interval": 2, "rope.dimension_count": 32, "ssm.state_size": 32, "ssm.group_count": 2,
-    "ssm.time_step_rank": 4, "ssm.conv_kernel": 4,
+    "ssm.time_step_rank": 4, "ssm.conv_kernel": 4, "ssm.inner_size": 128, "rope.dimension_sections": [6, 5, 5, 0],
 }  # fmt: skip
 BLOCKS = range(4)
 
@@ -168,7 +168,9 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "qwen3vl": (SECTIONS, ()),
     "qwen3vlmoe": (EXPERTS | SECTIONS, ()),
     "qwen3next": (DELTA_NET | EXPERTS | {"expert_shared_feed_forward_length": 96}, ("blk.*.ssm_in.weight",)),
-    "qwen35": (DELTA_NET | {"ssm.time_step_rank": 6, "ssm.conv_kernel": 3}, ("output.weight",)),
+    "qwen35": (
+        DELTA_NET | {"ssm.time_step_rank": 6, "ssm.inner_size": 192, "ssm.conv_kernel": 3}, ("output.weight",),
+    ),
     "qwen35moe": (
         DELTA_NET | EXPERTS | {"expert_shared_feed_forward_length": 96},
         ("blk.0.ffn_gate_up_exps.weight", "blk.1.ffn_gate_up_exps.weight"),

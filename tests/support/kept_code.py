@@ -2,8 +2,8 @@
 the time of tests that compile models.
 
 What a kernel becomes depends on its structure and the names of its parameters, its target, the programs below
-compiler/codegen and schedules/gpu/base, and TVM: with other ones of these the folder is another one, and the old one
-goes. Tests that pass a kernel to a code generator themselves get what it makes.
+compiler/codegen and schedules/gpu/base, and TVM: with other ones of these the folder is another one, and those that no
+run used for a day go. Tests that pass a kernel to a code generator themselves get what it makes.
 """
 
 import hashlib
@@ -11,7 +11,9 @@ import os
 import pickle
 import shutil
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import tvm
@@ -26,6 +28,8 @@ from mlc_amd.compiler.codegen.vulkan_target import VulkanTarget
 from mlc_amd.compiler.nodes import params
 from mlc_amd.schedules.gpu import base
 
+DAY = 24 * 60 * 60  # seconds
+
 
 class Kept:
     """Contents by key, in files that several processes share."""
@@ -36,10 +40,12 @@ class Kept:
             for file in sorted(Path(path).parent.rglob("*.py")):
                 digest.update(file.read_bytes())
         self._folder = folder / digest.hexdigest()
-        for other in folder.glob("*"):
-            if other != self._folder:
-                shutil.rmtree(other, ignore_errors=True)
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.touch()
+        for other in folder.iterdir():
+            with suppress(FileNotFoundError):  # another process removes it
+                if other.stat().st_mtime < time.time() - DAY:
+                    shutil.rmtree(other, ignore_errors=True)
 
     def get(self, key: object, make: Callable[[], bytes]) -> bytes:
         path = self._path(key)

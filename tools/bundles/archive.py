@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.folders import unwritable
 
 HARD, FAST = 12, 1  # levels: about 20 and 300 MB/s; level 19 saves a tenth more in seven times the time
 TIME = 315_619_200  # 1980-01-02, of every file: tar warns of 1970
@@ -137,8 +138,7 @@ def _renamed(path: Path) -> Iterator[Path]:
             path.rename(old)
         temporary.rename(path)
     except OSError as e:
-        advice = "free some space or choose another output with -o"
-        raise UserError(f"cannot write {path}: {e.strerror or e}; {advice}") from e
+        raise UserError(unwritable(path, e, "choose another output with -o")) from e
     finally:
         for place in (temporary, old):
             if place.is_dir():

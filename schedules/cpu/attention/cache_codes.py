@@ -3,7 +3,7 @@
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.cache.kv_types import Codes
-from mlc_amd.schedules.cpu.base.vector import LANES, dtype, f32, i32, reduce, splat, tree, tree_add, widen
+from mlc_amd.schedules.cpu.base.vector import LANES, dtype, f32, i32, opaque, reduce, splat, tree, tree_add, widen
 from mlc_amd.schedules.cpu.linear.quantize import magnitudes
 from mlc_amd.schedules.formats import HALF_MAX
 from mlc_amd.schedules.tir import Expr
@@ -24,7 +24,7 @@ def quantized(x: list[Expr], codes: Codes) -> tuple[list[Expr], Expr]:
         top, step = T.reinterpret("float32", reduce("smax", magnitudes(x))), codes.highest
     else:
         high, low = (tree(join, T.Bind(join(*x))) for join in (T.max, T.min))
-        top, step = T.Select(high > -low, high, low), codes.lowest
+        top, step = opaque(T.Select(high > -low, high, low), "float32"), codes.lowest
     real = T.max(T.min(top * T.float32(1 / step), T.float32(HALF_MAX)), T.float32(-HALF_MAX))
     scale = T.Bind(T.cast(real, "float16"))
     real = T.Bind(T.cast(scale, "float32"))
@@ -37,7 +37,7 @@ def quantized(x: list[Expr], codes: Codes) -> tuple[list[Expr], Expr]:
             tree_add(T.Bind(sum((v * q for v, q in zip(of[1:], steps[1:], strict=True)), of[0] * steps[0])))
             for of in (x, steps)
         )
-        real = T.Select(square > T.float32(0), product / square, T.float32(0))
+        real = product / T.max(square, T.float32(1))  # a sum of squares of whole numbers
         scale = T.Bind(T.cast(T.max(T.min(real, T.float32(HALF_MAX)), T.float32(-HALF_MAX)), "float16"))
     return [T.Bind(T.cast(v, dtype("int32", LANES))) for v in steps], scale
 

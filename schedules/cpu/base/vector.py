@@ -113,10 +113,10 @@ def registers(*shape, kind="float32"):
     return T.decl_buffer(shape, kind, data=data, scope="local")
 
 
-def opaque(x):
-    """Hides an int32 expression from TVM, whose simplifier is slow on nested index arithmetic: to TVM it becomes a
-    load, to LLVM a register."""
-    cell = registers(1, kind="int32")
+def opaque(x, kind="int32"):
+    """Hides an expression from TVM, whose simplifier is slow on nested index arithmetic, and on conditions of what is
+    nested: to TVM it becomes a load, to LLVM a register."""
+    cell = registers(1, kind=kind)
     store(cell, x, 0)
     return cell[0]
 

@@ -20,7 +20,7 @@ from mlc_amd.schedules.formats import HALF_MAX
 from mlc_amd.schedules.gpu.base.device import fma, intrin, maximum, minimum, rcp, rint, wave_max, wave_sum
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
-from mlc_amd.schedules.gpu.base.registers import lane_of, vector
+from mlc_amd.schedules.gpu.base.registers import lane_of, opaque, vector
 from mlc_amd.schedules.operators.attention import KV_BLOCK
 from mlc_amd.schedules.tir import Expr
 
@@ -112,7 +112,7 @@ def quantized(arch: Device, codes: Codes, x: Sequence[Expr]) -> tuple[list[Expr]
     else:
         high = wave_max(arch, functools.reduce(maximum, x), LANES)
         low = wave_max(arch, T.Bind(-functools.reduce(minimum, x)), LANES)
-        top, step = T.Select(high > low, high, -low), codes.lowest
+        top, step = opaque(T.Select(high > low, high, -low)), codes.lowest
     real = maximum(minimum(top * T.float32(1 / step), T.float32(HALF_MAX)), T.float32(-HALF_MAX))
     scale = T.Bind(T.cast(real, "float16"))
     real = T.Bind(T.cast(scale, "float32"))
@@ -123,7 +123,7 @@ def quantized(arch: Device, codes: Codes, x: Sequence[Expr]) -> tuple[list[Expr]
     if codes.refits:
         sums = (sum((v * q for v, q in zip(of[1:], steps[1:], strict=True)), of[0] * steps[0]) for of in (x, steps))
         product, square = (wave_sum(arch, T.Bind(total), LANES) for total in sums)
-        real = T.Select(square > T.float32(0), product * rcp(square), T.float32(0))
+        real = product * rcp(maximum(square, T.float32(1)))  # a sum of squares of whole numbers
         scale = T.Bind(T.cast(maximum(minimum(real, T.float32(HALF_MAX)), T.float32(-HALF_MAX)), "float16"))
     return [T.Bind(T.cast(v, "int32")) for v in steps], scale
 

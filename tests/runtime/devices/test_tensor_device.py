@@ -117,7 +117,7 @@ def test_times_are_those_of_all_launches(two):
 def test_answers_to_many_and_cancelled_ones_free_their_pages(two):
     draw = np.random.default_rng(1)
     for _ in range(2):
-        found = [two.generate([*PROMPTS[0], i], max_tokens=4) for i in draw.integers(0, 1000, 12).tolist()]
+        found = [two.generate([*PROMPTS[0], i], max_tokens=4) for i in draw.integers(0, 1000, 6).tolist()]
         texts: list[list[int]] = [[] for _ in found]
 
         def consume(place, count, found=found, texts=texts):

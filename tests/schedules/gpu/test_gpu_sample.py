@@ -58,8 +58,8 @@ def test_other_rows_do_not_matter():
 def few_of_each(vocab):
     """A few rows of each kind: whole rows, lists, short lists, masks."""
     return [
-        *(cases.filtered(vocab)[i] for i in (0, 3, 4, 6, 9, 14)),
-        *cases.changed(vocab)[8:12],
+        *(cases.filtered(vocab)[i] for i in (0, 4, 9, 14)),
+        *cases.changed(vocab)[8:10],
         *cases.broken(vocab)[:1],
         *cases.greedy(vocab)[:1],
     ]
