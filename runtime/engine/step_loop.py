@@ -19,7 +19,7 @@ from mlc_amd.runtime.cache.sequence import Sequence
 from mlc_amd.runtime.engine.admission import SchedulerLimits
 from mlc_amd.runtime.engine.answers import Answer
 from mlc_amd.runtime.engine.encoding import Encoding, PiecewiseWork
-from mlc_amd.runtime.engine.guessing import guess, learn
+from mlc_amd.runtime.engine.guessing import guess, learn, watch
 from mlc_amd.runtime.engine.requests import PlannedStep, Request, Scoring
 from mlc_amd.runtime.engine.restoring import Restoring
 from mlc_amd.runtime.engine.runner import Runner
@@ -192,7 +192,7 @@ class StepLoop:
                         self._answers[request].begin()
                         self._since = self._since if self._started else self.clock()
                         if self.speculation:
-                            self.speculation.resting = 0
+                            self.speculation.begin()
         return step
 
     def _start(self, step: PlannedStep) -> bool:
@@ -301,6 +301,8 @@ class StepLoop:
                 scoring.take(step.chunk.start, found)
             found = []
         self._complete(step, [[chosen] for chosen in found])
+        if self.speculation and self.speculation.resting and not step.chunk:
+            watch(step, found, self._answers, self.speculation)
         if all(step.answers and all(request.state == "done" for request in step.answers) for step in self._started):
             self._settle()
 
