@@ -15,7 +15,11 @@ def guess(
     step: PlannedStep, answers: Mapping[Request, Answer], scheduler: Scheduler, speculation: Speculation
 ) -> PlannedStep:
     """The step, which has no chunk, with guesses of its answers' next tokens."""
-    singles, most = [answers[request] for request, _ in step.singles], scheduler.guesses(step)
+    singles = [answers[request] for request, _ in step.singles]
+    if not (speculation.offers or any(of.limit_guesses and of.limit_guesses((), 1) for of in singles)):
+        speculation.nothing()
+        return step
+    most = scheduler.guesses(step)
     return scheduler.draft(step, speculation.drafts(_wanted(singles, most, speculation)))
 
 

@@ -29,7 +29,7 @@ from mlc_amd.runtime.engine.sampled_rows import ChosenToken, TokenChoice
 from mlc_amd.runtime.speculation.own_draft import OwnDraft
 
 LOSS = 0.015  # of the time of decoding: with the first guesses of a short answer less than 3 %
-DOUBT = 4  # LOSS may be divided by, as it is after trials that were in vain
+DOUBT = 2  # LOSS may be divided by, as it is after trials that were in vain
 WAKING = 0.1  # least gain for which steps no longer start ahead: that breaks off costs a part of a step
 MOST = 7  # guesses for one answer: with its newest token a step of eight rows
 TRIES = 8  # steps that are followed in a row: guesses are best where the drafter knows the last tokens
@@ -124,11 +124,18 @@ class Speculation:
             return {}
         limits = self._limits(wanted)
         found = self._offered(wanted, limits)
+        if self.drafter.free and not found:
+            self.nothing()
+            return {}
         others = dict.fromkeys(wanted, 0) if self.drafter.free else limits
         counts = self._counts(others | {request: len(guesses) for request, guesses in found.items()})
         if not self.drafter.free:
             found |= self._draft(wanted, {of: 0 if of in self._forced else count for of, count in counts.items()})
         return {request: guesses[: counts[request]] for request, guesses in found.items() if counts[request]}
+
+    def nothing(self) -> None:
+        """There is no guess that takes no time: steps may start ahead."""
+        self.resting = 1
 
     def watched(self, found: Mapping[Request, int], wanted: Mapping[Request, Wanted]) -> None:
         """A step was computed without guesses. found: the token of each request; wanted: guesses of those after it."""
