@@ -145,8 +145,9 @@ class Speculation:
         limits = self._limits(wanted)
         offered = self._offered(wanted, limits)
         self._offers = {request: guesses[0] for request, guesses in offered.items()}
-        if offered:
-            _, rate, times = self._fastest({of: len(offered.get(of, ())) for of in found}, 0.0, False)
+        left = {request: max(len(offered.get(request, ())) - 1, 0) for request in found}  # after the step in progress
+        if any(left.values()):
+            _, rate, times = self._fastest(left, 0.0, False)
             if rate * times[0] > len(found) * (1 + WAKING):
                 self.resting, self._offers = 0, {}
 
