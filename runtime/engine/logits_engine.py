@@ -120,8 +120,8 @@ class LogitsEngine(Closing):
         that alone, but where several steps are in progress at a time. Answers are the same."""
         with self._loop.exclusive():
             before, rows = self._loop.speculation, self._loop.scheduler.limits.step_rows
-            alone = NoDrafts() if self._runner.stages == 1 else None
-            self._loop.speculation = Speculation(drafter or alone, rows) if drafter or alone else None
+            used = drafter or (NoDrafts() if self._runner.stages == 1 else None)
+            self._loop.speculation = Speculation(used, rows) if used else None
         if before:
             before.drafter.close()
 
