@@ -54,11 +54,13 @@ class PageKeys:
 
 
 class PageSource(Protocol):
-    """Where records are. None: there is none, or it is damaged."""
+    """Where records are."""
 
     def __contains__(self, key: bytes) -> bool: ...
 
-    def read(self, key: bytes, nbytes: int) -> np.ndarray | None: ...
+    def read(self, key: bytes, target: np.ndarray) -> bool:
+        """Reads the contents into `target`, uint8, of as many bytes; False if there are none, or they are damaged."""
+        ...
 
 
 def header_of(key: bytes, contents: np.ndarray) -> bytes:
@@ -66,17 +68,21 @@ def header_of(key: bytes, contents: np.ndarray) -> bytes:
     return HEADER.pack(_MAGIC, key, contents.nbytes, _checksum(key, contents))
 
 
-def read_record(file: int, at: int, key: bytes, nbytes: int) -> np.ndarray | None:
-    """The contents of the record of a key at that place of a file; None if it is anything else."""
-    record = np.empty(HEADER.size + nbytes, np.uint8)
-    done = 0
-    while done < record.nbytes:
-        count = os.preadv(file, [record[done:].data], at + done)
+def read_record(file: int, at: int, key: bytes, target: np.ndarray) -> bool:
+    """Reads the contents of the record of a key at that place of a file into `target`, uint8, of as many bytes; False
+    if it is anything else."""
+    header = bytearray(HEADER.size)
+    left = [memoryview(header), target.data]
+    while left:
+        count = os.preadv(file, left, at)
         if not count:
-            return None
-        done += count
-    contents = record[HEADER.size :]
-    return contents if record[: HEADER.size].tobytes() == header_of(key, contents) else None
+            return False
+        at += count
+        while left and count >= left[0].nbytes:
+            count -= left.pop(0).nbytes
+        if left:
+            left[0] = left[0][count:]
+    return header == header_of(key, target)
 
 
 def _checksum(key: bytes, contents: np.ndarray) -> bytes:
@@ -111,25 +117,25 @@ class PageFiles:
     def __contains__(self, key: bytes) -> bool:
         return self._path(key).exists()
 
-    def read(self, key: bytes, nbytes: int) -> np.ndarray | None:
+    def read(self, key: bytes, target: np.ndarray) -> bool:
         """Removes a file that is not what it should be."""
         path = self._path(key)
         try:
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 status = os.fstat(file)
-                whole = stat.S_ISREG(status.st_mode) and status.st_size == HEADER.size + nbytes
-                contents = read_record(file, 0, key, nbytes) if whole else None
+                whole = stat.S_ISREG(status.st_mode) and status.st_size == HEADER.size + target.nbytes
+                read = whole and read_record(file, 0, key, target)
             finally:
                 os.close(file)
         except FileNotFoundError:
-            return None
+            return False
         except OSError:
-            contents = None
-        if contents is None:
+            read = False
+        if not read:
             with suppress(OSError):
                 path.unlink()
-        return contents
+        return read
 
     def write(self, key: bytes, contents: np.ndarray) -> None:
         """Of one thread at a time. Does nothing with what is larger than the limit. OSError where it cannot be

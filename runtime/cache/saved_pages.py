@@ -73,8 +73,8 @@ class SavedPages:
         status = os.fstat(self._file)
         head = os.pread(self._file, HEADER.size, 0) if stat.S_ISREG(status.st_mode) else b""
         nbytes = HEADER.unpack(head)[2] if len(head) == HEADER.size else _LARGEST + 1
-        table = read_record(self._file, 0, model, nbytes) if nbytes <= min(_LARGEST, status.st_size) else None
-        if table is None:
+        table = np.empty(nbytes if nbytes <= min(_LARGEST, status.st_size) else 0, np.uint8)
+        if table.nbytes != nbytes or not read_record(self._file, 0, model, table):
             raise UserError(f"{path} has no cache of this model that could be used, or is damaged")
         found, at = msgspec.json.decode(table.tobytes(), type=_Table), HEADER.size + nbytes
         self.size = SavedSize(found.tokens, status.st_size)
@@ -86,9 +86,9 @@ class SavedPages:
     def __contains__(self, key: bytes) -> bool:
         return key in self._places
 
-    def read(self, key: bytes, nbytes: int) -> np.ndarray | None:
+    def read(self, key: bytes, target: np.ndarray) -> bool:
         at, count = self._places.get(key, (0, -1))
         try:
-            return read_record(self._file, at, key, nbytes) if count == nbytes else None
+            return count == target.nbytes and read_record(self._file, at, key, target)
         except OSError:
-            return None
+            return False

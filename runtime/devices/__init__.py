@@ -23,6 +23,8 @@ Device(artifact, threads) -> checks that this machine can run the artifact, maps
 .read_pages(span, pages)     what these pages hold, uint8 [pages, bytes]: a page's part in each cache, in the order of
                              `page_parts`. No run may be in progress
 .write_pages(span, pages, contents)  the reverse
+.page_memory(span, count)    memory of the host for what pages hold, uint8 [count, bytes], rows of which `write_pages`
+                             takes as they stand; lives as long as the device
 .close()                     releases memory and the device; nothing else may be called afterwards
 .time(function)              optional: runs a function; (kernel, seconds, gap before it in seconds) of each launch
 .waited                      seconds that all runs spent waiting for the device

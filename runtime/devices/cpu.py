@@ -258,6 +258,9 @@ class CpuDevice:
             part[pages] = contents[:, at : at + part.shape[1]]
             at += part.shape[1]
 
+    def page_memory(self, span: int, count: int) -> np.ndarray:
+        return np.empty((count, sum(nbytes for _, nbytes in self.page_parts(span))), np.uint8)
+
     def close(self) -> None:
         """Releases all memory; kernels stay loaded."""
         self._replays, self._launches, self.kv, self.io = {}, {}, {}, {}

@@ -72,6 +72,10 @@ class SeveralGpus(ABC):
             device.write_pages(span, pages, contents[:, at : at + count])
             at += count
 
+    def page_memory(self, span: int, count: int) -> np.ndarray:
+        """Each of the GPUs copies its part of the pages to memory of its own."""
+        return np.empty((count, sum(nbytes for _, nbytes in self.page_parts(span))), np.uint8)
+
     def copy_bandwidth(self) -> float:
         """Of the slowest GPU."""
         return min(device.copy_bandwidth() for device in self.stages)

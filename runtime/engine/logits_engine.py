@@ -25,7 +25,7 @@ from mlc_amd.runtime.images.features import Features
 from mlc_amd.runtime.images.prepared import PreparedImage
 from mlc_amd.runtime.images.rows import Prompt
 from mlc_amd.runtime.speculation.own_draft import OwnDraft
-from mlc_amd.runtime.speculation.speculation import Counts, Drafter, Speculation
+from mlc_amd.runtime.speculation.speculation import Counts, Drafter, NoDrafts, Speculation
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 
 
@@ -116,10 +116,12 @@ class LogitsEngine(Closing):
         return OwnDraft(self._runner, self.artifact.manifest["name"], self.config["draft"])
 
     def speculate(self, drafter: Drafter | None) -> None:
-        """From now on steps verify that drafter's guesses (closed with the engine), or none. Answers are the same."""
+        """From now on steps verify that drafter's guesses (closed with the engine), and what grammars force; with None
+        that alone, but where several steps are in progress at a time. Answers are the same."""
         with self._loop.exclusive():
             before, rows = self._loop.speculation, self._loop.scheduler.limits.step_rows
-            self._loop.speculation = Speculation(drafter, rows) if drafter else None
+            used = drafter or (NoDrafts() if self._runner.stages == 1 else None)
+            self._loop.speculation = Speculation(used, rows) if used else None
         if before:
             before.drafter.close()
 

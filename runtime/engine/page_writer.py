@@ -21,8 +21,9 @@ from mlc_amd.runtime.errors import MachineError
 
 SHARE = 1 / 48
 _ROUND = 0.001  # seconds of copying between two steps, and one page more
-_MOST = 16  # pages of a round
+_MOST = 16  # pages of a round of a GPU
 _LEAST = 0.002  # seconds that a round counts at least: after it, a device that had steps in advance has none
+_LEAST_ON_HOST = 0.00025  # one page is a round there, so that a short answer pays no more than its share
 
 log = logging.getLogger("mlc_amd")
 
@@ -33,6 +34,7 @@ class PageWriter:
     def __init__(self, loop: StepLoop, cache: KvCache, device, keys: PageKeys, files: PageFiles) -> None:
         self._loop, self._cache, self._device, self._keys, self._files = loop, cache, device, keys, files
         self._spans = [*cache.page_tables]
+        self._most, self._least = (1, _LEAST_ON_HOST) if device.on_host else (_MOST, _LEAST)
         self._changed = threading.Condition()
         self._added: deque[tuple[PrefixDigest, int, int]] = deque()  # in the order in which they are written
         self._used: deque[list[PrefixDigest]] = deque()  # of complete pages
@@ -61,7 +63,7 @@ class PageWriter:
     def _run(self) -> None:
         while self._wait():
             try:
-                spent = max(self._write(), _LEAST)
+                spent = max(self._write(), self._least)
             except MachineError:  # the device is gone
                 return
             except OSError as error:
@@ -91,7 +93,7 @@ class PageWriter:
         copied: list[tuple[bytes, np.ndarray]] = []
         with self._loop.exclusive():
             begun = time.perf_counter()
-            while self._added and len(copied) < _MOST and time.perf_counter() - begun < _ROUND:
+            while self._added and len(copied) < self._most and time.perf_counter() - begun < _ROUND:
                 known, span, page = self._added.popleft()
                 key = self._keys.of(known, span)
                 if self._cache.index.contents(span, page) == known and key not in self._files:

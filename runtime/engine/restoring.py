@@ -1,5 +1,5 @@
-"""Pages of the cache that requests wait for are read from disk: by threads, and put into the cache piece by piece,
-between the steps of other answers.
+"""Pages of the cache that requests wait for are read from disk: by threads, to memory from which the device copies
+several at a time, between the steps of other answers.
 
 When a request is about to begin, `begin` looks for pages of its prompt that are not in memory. If there are any, the
 request waits until those are read; what cannot be read is computed.
@@ -18,9 +18,10 @@ from mlc_amd.runtime.cache.pages import PAGE
 from mlc_amd.runtime.cache.prefixes import ROOT, PrefixDigest, digest, first_page
 from mlc_amd.runtime.cache.sequence import Sequence as TokenSequence
 from mlc_amd.runtime.engine.requests import Request
+from mlc_amd.runtime.host import available_threads
 
-READERS = 4
-_AHEAD = 256 << 20  # bytes that may have been read and not been put into the cache
+READERS = min(8, max(4, available_threads() // 2))  # a checksum takes a core longer than a fast disk
+_AHEAD = 128 << 20  # bytes that may have been read and not been put into the cache
 _PIECE = 8  # pages that are put into the cache between two steps, at most
 
 
@@ -34,11 +35,11 @@ class _Stored(NamedTuple):
 
 
 class _Job:
-    """pages: that are not being read yet; reading: in this order."""
+    """pages: that are not being read yet; reading: in this order, each with its row of the memory of its span."""
 
     def __init__(self, request: Request, pages: Sequence[_Stored]) -> None:
         self.request, self.pages = request, deque(pages)
-        self.reading: deque[tuple[_Stored, Future[np.ndarray | None]]] = deque()
+        self.reading: deque[tuple[_Stored, int, Future[bool]]] = deque()
         self.tail: dict[int, int] = {}  # pages by span, held until all of the tail are there
 
 
@@ -48,8 +49,10 @@ class Restoring:
     def __init__(self, cache: KvCache, device, keys: PageKeys, sources: Sequence[PageSource]) -> None:
         self._cache, self._device, self._keys, self._sources = cache, device, keys, sources
         self._pools = cache.index.pools
-        self._bytes = {span: sum(nbytes for _, nbytes in device.page_parts(span)) for span in self._pools}
-        self._ahead = max(_AHEAD // max(self._bytes.values()), 2)
+        nbytes = sum(nbytes for span in self._pools for _, nbytes in device.page_parts(span))
+        self._ahead = max(min(_AHEAD // nbytes, 8 * _PIECE), 2)
+        self._memory: dict[int, np.ndarray] = {}  # by span, [self._ahead, bytes]; rows are used one after the other
+        self._rows = dict.fromkeys(self._pools, 0)  # the next ones
         self._readers = ThreadPoolExecutor(READERS, "mlc-amd reads")
         self._jobs: deque[_Job] = deque()
         self._was_last = False
@@ -76,20 +79,28 @@ class Restoring:
 
     def takes_turn(self) -> bool:
         """Whether a piece comes before the next step of answers, which the following call then says no to."""
-        ready = self.waits and all(future.done() for _, future in [*self._jobs[0].reading][:1])
+        ready = self.waits and all(future.done() for *_, future in [*self._jobs[0].reading][:1])
         self._was_last = ready and not self._was_last
         return self._was_last
 
     def piece(self) -> Iterable[tuple[Request, Exception]]:
-        """Puts pages into the cache, one at least, for which it waits. None of the requests fails."""
-        job = self._jobs[0]
-        for _ in range(_PIECE):
-            if not job.reading or job.request.state == "done" or not self._put(job, *job.reading.popleft()):
-                self._end(job)
+        """Puts pages into the cache, of one span, one at least, for which it waits. None of the requests fails."""
+        job, full = self._jobs[0], False
+        taken: list[tuple[_Stored, int, int]] = []  # each page, its row, and its place in the cache
+        while job.reading and not full and len(taken) < _PIECE:
+            page, row, future = job.reading[0]
+            if taken and not (future.done() and (page.span, row) == (taken[-1][0].span, taken[-1][1] + 1)):
                 break
+            job.reading.popleft()
+            if future.result() and not self._is_there(page):
+                full = not self._pools[page.span].available
+                taken += [] if full else [(page, row, self._pools[page.span].allocate())]
+        self._put(job, taken)
+        if not (full or job.request.state == "done"):
             self._read_ahead()
-            if job.reading and not job.reading[0][1].done():
-                break
+            if job.reading:
+                return ()
+        self._end(job)
         return ()
 
     # ---- what there is
@@ -150,35 +161,36 @@ class Restoring:
 
     def _read_ahead(self) -> None:
         job = self._jobs[0]
+        self._memory = self._memory or {span: self._device.page_memory(span, self._ahead) for span in self._pools}
         while job.pages and len(job.reading) < self._ahead:
             page = job.pages.popleft()
             if self._is_there(page):
                 continue
-            key = self._keys.of(page.known, page.span)
-            job.reading.append((page, self._readers.submit(page.source.read, key, self._bytes[page.span])))
+            key, row = self._keys.of(page.known, page.span), self._rows[page.span]
+            self._rows[page.span] = (row + 1) % self._ahead
+            reading = self._readers.submit(page.source.read, key, self._memory[page.span][row])
+            job.reading.append((page, row, reading))
 
     def _is_there(self, page: _Stored) -> bool:
         """Whether a complete page is in the cache meanwhile."""
         return page.tail is None and self._cache.index.page(page.known, page.span) is not None
 
-    def _put(self, job: _Job, page: _Stored, future: "Future[np.ndarray | None]") -> bool:
-        """False where there is no room."""
-        contents, index, pool = future.result(), self._cache.index, self._pools[page.span]
-        if contents is None or self._is_there(page):
-            return True
-        if not pool.available:
-            return False
-        place = pool.allocate()
-        self._device.write_pages(page.span, [place], contents[None])
-        if page.tail is None:
-            index.add(page.known, page.span, place)
-            pool.release(place)
-            return True
-        job.tail[page.span] = place
-        if len(job.tail) == len(self._pools):
-            index.add_tail(*page.tail, dict(job.tail))
-            self._release_tail(job)
-        return True
+    def _put(self, job: _Job, taken: Sequence[tuple[_Stored, int, int]]) -> None:
+        """Copies rows one after the other to places in the cache, and indexes these."""
+        if not taken:
+            return
+        (first, begin, _), index, pool = taken[0], self._cache.index, self._pools[taken[0][0].span]
+        contents = self._memory[first.span][begin : begin + len(taken)]
+        self._device.write_pages(first.span, [place for *_, place in taken], contents)
+        for page, _, place in taken:
+            if page.tail:
+                job.tail[page.span] = place
+                if len(job.tail) == len(self._pools):
+                    index.add_tail(*page.tail, dict(job.tail))
+                    self._release_tail(job)
+            else:
+                index.add(page.known, page.span, place)
+                pool.release(place)
 
     def _release_tail(self, job: _Job) -> None:
         while job.tail:
@@ -186,6 +198,9 @@ class Restoring:
             self._pools[span].release(place)
 
     def _end(self, job: _Job) -> None:
+        for *_, future in job.reading:
+            if not future.cancel():
+                future.result()  # before the next job gets its row
         self._release_tail(job)
         self._jobs.remove(job)
         job.request.stored = "read"

@@ -19,7 +19,7 @@ from mlc_amd.runtime.cache.sequence import Sequence
 from mlc_amd.runtime.engine.admission import SchedulerLimits
 from mlc_amd.runtime.engine.answers import Answer
 from mlc_amd.runtime.engine.encoding import Encoding, PiecewiseWork
-from mlc_amd.runtime.engine.guessing import guess, learn
+from mlc_amd.runtime.engine.guessing import guess, learn, watch
 from mlc_amd.runtime.engine.requests import PlannedStep, Request, Scoring
 from mlc_amd.runtime.engine.restoring import Restoring
 from mlc_amd.runtime.engine.runner import Runner
@@ -192,7 +192,7 @@ class StepLoop:
                         self._answers[request].begin()
                         self._since = self._since if self._started else self.clock()
                         if self.speculation:
-                            self.speculation.resting = 0
+                            self.speculation.begin()
         return step
 
     def _start(self, step: PlannedStep) -> bool:
@@ -228,8 +228,9 @@ class StepLoop:
         """Computes and completes a step that the next one does not overlap."""
         with self._in_progress():
             begun = self.clock()
-            if self.speculation and not step.chunk:
-                step = guess(step, self._answers, self.scheduler, self.speculation)
+            speculation = self._speculation(step)
+            if speculation:
+                step = guess(step, self._answers, self.scheduler, speculation)
             guessed = self.clock()
             chosen = self._run(step)
             seconds = self.clock() - guessed
@@ -237,9 +238,9 @@ class StepLoop:
             waited = min(begun - self._since, seconds)
             guesses = step.drafts + [[]] * (len(chosen) - len(step.drafts))
             found = [right_ones(tokens, drafts) for tokens, drafts in zip(chosen, guesses, strict=True)]
+            if speculation:
+                learn(step, found, self._answers, speculation, guessed - begun, waited + seconds)
             if self.speculation:
-                if not step.chunk:
-                    learn(step, found, self._answers, self.speculation, guessed - begun, waited + seconds)
                 self.speculation.follow(step, [token for tokens in chosen for token in tokens], self.clock)
             self._since = self.clock()
         self._complete(step, found)
@@ -270,6 +271,14 @@ class StepLoop:
         """Whether the next step may have guesses, which needs the tokens of the one before."""
         return self.speculation is not None and not self.speculation.resting
 
+    def _speculation(self, step: PlannedStep) -> Speculation | None:
+        """Where answers of the step may have guesses."""
+        if not self.speculation or step.chunk:
+            return None
+        answers = (self._answers.get(request) for request in step.answers)
+        may = self.speculation.offers or any(answer and answer.constraint for answer in answers)
+        return self.speculation if may else None
+
     def _may_overlap(self, step: PlannedStep) -> bool:
         """Whether the next step may start while this one is in progress."""
         answers = [self._answers.get(request) for request in step.answers]
@@ -294,13 +303,16 @@ class StepLoop:
             found = self.runner.finish()
         self._started.popleft()
         begun, self._since = self._since, self.clock()
-        if self.speculation and not step.chunk:
-            self.speculation.rested(len(step.answers), self._since - begun)
+        speculation = self._speculation(step)
+        if speculation:
+            speculation.rested(len(step.answers), self._since - begun)
         if step.chunk and step.chunk.scored:
             if scoring := self._scorings.get(step.chunk.request):
                 scoring.take(step.chunk.start, found)
             found = []
         self._complete(step, [[chosen] for chosen in found])
+        if speculation and speculation.resting:
+            watch(step, found, self._answers, speculation)
         if all(step.answers and all(request.state == "done" for request in step.answers) for step in self._started):
             self._settle()
 

@@ -9,9 +9,12 @@ drafter.
 
 An answer with acceptance a (the probability that a guess is right if those before it are) gets 1 + a + .. + a^k tokens
 of a step with k guesses. The number of guesses is the one with most tokens per second by the measured times of steps.
-Guesses that are not worth their time are tried again from time to time, as long as the total loss is less than LOSS of
-the time of decoding. A drafter that follows steps takes time after each of them, with guesses or without: it does not
-follow while guesses are not worth that, too, and is tried again for TRIES steps at a time.
+While there are none that are worth their time, steps have none and may start ahead. Guesses that take no time, those of
+a free drafter and what grammars force, are compared meanwhile with the tokens that steps choose (`watched`): so what
+they are worth is known without verifying any. Other guesses are tried again from time to time, as long as the total
+loss is less than LOSS of the time of decoding, and less still after trials without a gain. A drafter that follows steps
+takes time after each of them, with guesses or without: it does not follow while guesses are not worth that, too, and is
+tried again for TRIES steps at a time.
 """
 
 from bisect import bisect_left
@@ -26,6 +29,8 @@ from mlc_amd.runtime.engine.sampled_rows import ChosenToken, TokenChoice
 from mlc_amd.runtime.speculation.own_draft import OwnDraft
 
 LOSS = 0.015  # of the time of decoding: with the first guesses of a short answer less than 3 %
+DOUBT = 2  # LOSS may be divided by, as it is after trials that were in vain
+WAKING = 0.1  # least gain for which steps no longer start ahead: that breaks off costs a part of a step
 MOST = 7  # guesses for one answer: with its newest token a step of eight rows
 TRIES = 8  # steps that are followed in a row: guesses are best where the drafter knows the last tokens
 CREDIT = 5  # steps' time of an earlier gain that may be lost again, at most
@@ -56,6 +61,21 @@ class Drafter(Protocol):
     def close(self) -> None: ...
 
 
+class NoDrafts:
+    """A `Drafter` without guesses: there are those that grammars force."""
+
+    expected, free, at_once, follows = 0.0, True, False, False
+
+    def draft(self, wanted: Mapping[Request, tuple[TokenChoice, int]]) -> Mapping[Request, list[int]]:
+        return {}
+
+    def forget(self, request: Request) -> None:
+        """Knows of none."""
+
+    def close(self) -> None:
+        """Has no resources."""
+
+
 class Wanted(NamedTuple):
     """Guesses that an answer may have."""
 
@@ -76,7 +96,7 @@ class Counts(NamedTuple):
 
 class Speculation:
     """`drafts` before each step without a chunk, `completed` after it, `followed` if so; while `resting`, `rested`
-    alone, after the step. rows: of a step, at most."""
+    after the step, then `watched`. rows: of a step, at most."""
 
     def __init__(self, drafter: Drafter, rows: int, most: int = MOST) -> None:
         self.drafter, self._rows, self._most = drafter, rows, most
@@ -87,10 +107,14 @@ class Speculation:
         self._certain = _FORCED  # acceptance of such guesses
         self.following = drafter.follows  # whether the drafter must follow the step without a chunk that is computed
         self._trying = 0  # further steps that it follows as a trial
-        self.resting = 0  # steps before guesses may be worth their time: these may start ahead
+        # Steps before guesses may be worth their time: these may start ahead. 1 until then, for a drafter that is free.
+        self.resting = int(drafter.free)
+        self._offers: dict[Request, int] = {}  # free guesses of the next tokens, which no step verifies
         self._steps, self._follows = StepTimes(), StepTimes()
         self._guess_s = 0.0  # seconds that a guess takes
-        self._decoded_s = 0.0  # seconds of all steps
+        self._allowed_s = 0.0  # seconds that guesses may have lost in all
+        self._doubt = 1
+        self._tries = False  # whether the step's guesses seem not to be worth their time
         self._balance_s = 0.0  # seconds that guesses have saved
         self._guessed = self._interval = 0  # steps since the last one without guesses, and how many there may be
 
@@ -98,21 +122,52 @@ class Speculation:
         """wanted: of the requests that have a row in the step."""
         if self._guessed > self._interval:
             return {}
-        limits = {request: min(of.most, self._most) for request, of in wanted.items()}
-        found = {request: forced for request, of in wanted.items() if (forced := self._forced_by(of, limits[request]))}
-        self._forced = set(found)
-        if self.drafter.free:
-            for request, drafts in self._draft(wanted, limits).items():
-                if len(drafts) > len(found.get(request, ())):
-                    found[request] = drafts
-                    self._forced.discard(request)
-            limits = {request: len(found.get(request, ())) for request in wanted}
-        else:
-            limits |= {request: len(forced) for request, forced in found.items()}
-        counts = self._counts(limits) if found or not self.drafter.free else limits
+        limits = self._limits(wanted)
+        found = self._offered(wanted, limits)
+        if self.drafter.free and not found:
+            self.nothing()
+            return {}
+        others = dict.fromkeys(wanted, 0) if self.drafter.free else limits
+        counts = self._counts(others | {request: len(guesses) for request, guesses in found.items()})
         if not self.drafter.free:
             found |= self._draft(wanted, {of: 0 if of in self._forced else count for of, count in counts.items()})
         return {request: guesses[: counts[request]] for request, guesses in found.items() if counts[request]}
+
+    def nothing(self) -> None:
+        """There is no guess that takes no time: steps may start ahead."""
+        self.resting = 1
+
+    def watched(self, found: Mapping[Request, int], wanted: Mapping[Request, Wanted]) -> None:
+        """A step was computed without guesses. found: the token of each request; wanted: guesses of those after it."""
+        for request, token in found.items():
+            if request in self._offers:
+                self._learn(request, self._offers[request] == token, len(found))
+        limits = self._limits(wanted)
+        offered = self._offered(wanted, limits)
+        self._offers = {request: guesses[0] for request, guesses in offered.items()}
+        left = {request: max(len(offered.get(request, ())) - 1, 0) for request in found}  # after the step in progress
+        if any(left.values()):
+            _, rate, times = self._fastest(left, 0.0, False)
+            if rate * times[0] > len(found) * (1 + WAKING):
+                self.resting, self._offers = 0, {}
+
+    @property
+    def offers(self) -> bool:
+        """Whether answers without a grammar may have guesses."""
+        return not isinstance(self.drafter, NoDrafts)
+
+    def _limits(self, wanted: Mapping[Request, Wanted]) -> dict[Request, int]:
+        return {request: min(of.most, self._most) for request, of in wanted.items()}
+
+    def _offered(self, wanted: Mapping[Request, Wanted], limits: Mapping[Request, int]) -> dict[Request, list[int]]:
+        """Guesses that take no time: for each request the longer of what its grammar forces, and the drafter's."""
+        found = {request: forced for request, of in wanted.items() if (forced := self._forced_by(of, limits[request]))}
+        self._forced = set(found)
+        for request, drafts in (self._draft(wanted, limits) if self.drafter.free else {}).items():
+            if len(drafts) > len(found.get(request, ())):
+                found[request] = drafts
+                self._forced.discard(request)
+        return found
 
     @staticmethod
     def _forced_by(wanted: Wanted, most: int) -> list[int]:
@@ -135,29 +190,43 @@ class Speculation:
     def _acceptance_of(self, request: Request) -> float:
         return self._certain if request in self._forced else self._acceptance.get(request, self._usual)
 
-    def _best(self, most: Mapping[Request, int], guess_s: float, follows: bool) -> dict[Request, int]:
-        """guess_s: seconds for each guess; follows: the drafter must follow the step."""
+    def _fastest(
+        self, most: Mapping[Request, int], guess_s: float, follows: bool
+    ) -> tuple[list[int], float, list[float]]:
+        """The numbers of guesses with most tokens per second, these, and the times of steps by the number of guesses.
+        guess_s: seconds for each guess; follows: the drafter must follow the step."""
         answers, known = len(most), [self._acceptance_of(request) for request in most]
         # steps whose times are known, or nearly
         rows = min(answers + sum(most.values()), self._rows, 2 * self._steps.most)
         times = self._steps.between(answers, max(rows, answers))
-        plain, left = times[0], len(times) - 1
         for guesses in range(1, len(times)):
             timed = min(guesses, answers) if self.drafter.at_once else guesses
             times[guesses] += timed * guess_s + (self._follows.of(answers + guesses) if follows else 0.0)
-        counts, rate = best_counts(known, list(most.values()), times)
-        one = [int(of > 0 and i < left) for i, of in enumerate(most.values())]  # one guess each
-        cost, may_lose = times[sum(one)] - plain, self._balance_s + LOSS * self._decoded_s
+        return *best_counts(known, list(most.values()), times), times
+
+    def _best(self, most: Mapping[Request, int], guess_s: float, follows: bool) -> dict[Request, int]:
+        """As `_fastest`; none that may lose too much."""
+        counts, rate, times = self._fastest(most, guess_s, follows)
+        answers, plain = len(most), times[0]
+        one = [int(of > 0 and i < len(times) - 1) for i, of in enumerate(most.values())]  # one guess each
+        cost, may_lose = times[sum(one)] - plain, self._balance_s + self._allowed_s
         pays = rate * plain > answers * (1 + LOSS)
         may_lose += plain if pays else 0
+        self._tries = not pays
         if not pays:
             counts = one
         if follows:
             allowed = plain > 0 and self._continues(pays, may_lose, cost, any(one))
+        elif self.drafter.free:
+            # what a trial shows is how long steps take: in vain if the guesses would not be worth one of no more rows
+            gains = sum(self._acceptance_of(request) for request, count in zip(most, one, strict=True) if count)
+            allowed = plain > 0 and gains > LOSS * answers and may_lose > (0 if pays else cost)
+            self.resting = int(not allowed)
         else:
             lacks = (0 if pays else cost) - may_lose
             allowed = lacks < 0
-            self.resting = 0 if allowed or not plain else min(int(lacks / (LOSS * plain)), _CHECKS)
+            rests = 0 if allowed or not plain else int(lacks * self._doubt / (LOSS * plain))
+            self.resting = min(rests, _CHECKS)
         return dict(zip(most, counts if allowed else [0] * answers, strict=True))
 
     def _continues(self, pays: bool, may_lose: float, cost: float, possible: bool) -> bool:
@@ -175,7 +244,7 @@ class Speculation:
         """A step took step_s seconds, its guesses guess_s. found: number of tokens of each request."""
         answers, guesses = len(found), sum(map(len, drafted.values()))
         self._steps.add(answers + guesses, step_s)
-        self._decoded_s += guess_s + step_s
+        self._spend(guess_s + step_s)
         if not guesses:
             self._balance_s -= guess_s
             if self._guessed > self._interval:
@@ -188,24 +257,37 @@ class Speculation:
             self._guess_s += _LATEST * (guess_s / own - self._guess_s)
         gained = sum(found.values()) / answers * self._steps.of(answers) - guess_s - step_s
         self._balance_s = min(self._balance_s + gained, CREDIT * self._steps.of(answers))
+        self._doubt = 1 if gained > 0 else min((1 + self._tries) * self._doubt, DOUBT)
         right = 0
         for request, guess in drafted.items():
             hits = found[request] - 1
             right += hits
             for hit in [True] * hits + [False] * (hits < len(guess)):
-                if request in self._forced:
-                    self._certain += _OUTCOME / answers * (hit - self._certain)
-                    continue
-                self._usual += _OUTCOME / answers * (hit - self._usual)
-                own = self._acceptance.get(request, self._usual)
-                self._acceptance[request] = own + _OUTCOME * (hit - own)
+                self._learn(request, hit, answers)
         self.counts = Counts(self.counts.drafted + guesses, self.counts.accepted + right)
+
+    def _learn(self, request: Request, hit: bool, answers: int) -> None:
+        """Whether a guess was right, in a step of so many answers."""
+        if request in self._forced:
+            self._certain += _OUTCOME / answers * (hit - self._certain)
+            return
+        self._usual += _OUTCOME / answers * (hit - self._usual)
+        own = self._acceptance.get(request, self._usual)
+        self._acceptance[request] = own + _OUTCOME * (hit - own)
+
+    def _spend(self, seconds: float) -> None:
+        """Decoding took so many seconds."""
+        self._allowed_s += LOSS / self._doubt * seconds
+
+    def begin(self) -> None:
+        """An answer begins, whose guesses may be right more often."""
+        self.resting = self.resting if self.drafter.free else 0
 
     def rested(self, answers: int, seconds: float) -> None:
         """A step of so many answers, without drafts, took so many seconds."""
         self._steps.add(answers, seconds)
-        self._decoded_s += seconds
-        self.resting -= self.resting > 0
+        self._spend(seconds)
+        self.resting -= self.resting > 0 and not self.drafter.free
 
     def follow(self, step: PlannedStep, chosen: Sequence[ChosenToken], clock: Callable[[], float]) -> None:
         """Has a drafter that follows steps follow this one, for a prompt or where guesses are worth their time. chosen:
@@ -224,12 +306,13 @@ class Speculation:
     def followed(self, rows: int, seconds: float) -> None:
         """The drafter took so many seconds to follow the completed step of so many rows."""
         self._follows.add(rows, seconds)
-        self._decoded_s += seconds
+        self._spend(seconds)
         self._balance_s -= seconds
 
     def forget(self, request: Request) -> None:
         """The request is done."""
         self._acceptance.pop(request, None)
+        self._offers.pop(request, None)
         self.drafter.forget(request)
 
 

@@ -28,6 +28,7 @@ from mlc_amd.runtime.engine.sampled_rows import GREEDY
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import CompileOptions, LoadOptions
 from mlc_amd.runtime.speculation.own_draft import OwnDraft
+from mlc_amd.tools.commands import inspect
 from mlc_amd.tools.hub.models import load_engine
 from tests.runtime.engine.test_speculation import follow_prompt, guess_always
 
@@ -38,7 +39,7 @@ ROWS = (0, 1, 5)  # of a block, in the fixture
 CASES = [("eagle3", "cpu"), ("dflash-window", "cpu"), ("gemma4-assistant", "cpu")]
 CASES += [
     pytest.param(case, marks=pytest.mark.full)
-    for case in (("eagle3-shared", "cpu"), ("dflash", "cpu"), ("eagle3", "vulkan"))
+    for case in (("eagle3-shared", "cpu"), ("dflash", "cpu"), ("eagle3", "vulkan"), ("dflash-window", "vulkan"))
 ]
 
 
@@ -176,6 +177,13 @@ def test_right_guesses_count(name, tmp_path):
         assert [set(tokens) for tokens in found.values()] == [{IDS[39]}, {IDS[2]}, {IDS[-1]}]
         guessed, accepted = engine.guesses
         assert accepted == guessed > 60
+
+
+def test_inspect_says_what_the_draft_is(case):
+    _, engine = case
+    lines = [line.split() for line in inspect._model(engine.config).splitlines()]
+    assert ["draft", "architecture", engine.config["draft"]["architecture"]] in lines
+    assert not any("{" in word for line in lines for word in line)
 
 
 @pytest.mark.full

@@ -119,7 +119,7 @@ def test_a_layer_that_guesses_wrong_costs_little(tmp_path, monkeypatch):
         for drafter in (None, engine.own_draft()):
             engine.speculate(drafter)
             with monkeypatch.context() as patch:
-                clock = Clock(engine, patch)
+                clock = Clock(engine, patch, follow=0.15)
                 found.append([piece.id for piece in engine.generate([IDS[:3]], max_tokens=700, temperature=0.0)])
             took.append(clock.seconds)
         counts = engine.guesses

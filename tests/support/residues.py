@@ -6,11 +6,11 @@ from mlc_amd.runtime.sampling.device_rows import mask_words
 
 
 class Residues:
-    """A `RewindableConstraint`: which token may follow depends on the sum of all before it. Every fifth place forces
-    its token."""
+    """A `RewindableConstraint`: which token may follow depends on the sum of all before it. The last places of every
+    five, as many as `forced`, force their token."""
 
-    def __init__(self, vocab, ends):
-        self.vocab, self.ends = vocab, list(ends)
+    def __init__(self, vocab, ends, forced=1):
+        self.vocab, self.ends, self.forced = vocab, list(ends), forced
         self.accepted: list[int] = []
 
     complete = False
@@ -18,7 +18,7 @@ class Residues:
     def _free(self):
         allowed = np.arange(self.vocab) % 3 == sum(self.accepted) % 3
         allowed[self.ends] = False
-        if len(self.accepted) % 5 == 4:
+        if len(self.accepted) % 5 >= 5 - self.forced:
             allowed[allowed.nonzero()[0][1:]] = False
         return allowed
 

@@ -262,13 +262,13 @@ def _target(target: dict) -> str:
 
 
 def _model(config: dict) -> str:
-    rows = {key: value for key, value in config.items() if key not in ("name", "layers", "ropes")}
+    rows = {key: value for key, value in config.items() if key not in ("name", "layers", "ropes", "draft")}
     rows["layers"] = len(config["layers"])
     rows["unused"] = _unused(config["unused"]) or "none"
     layers = [_flat(layer) for layer in config["layers"]]
     for key in dict.fromkeys(key for layer in layers for key in layer):
         rows[key] = _by_layer({i: layer[key] for i, layer in enumerate(layers) if key in layer}, len(layers))
-    rows |= _flat(config["ropes"])
+    rows |= _flat(config["ropes"]) | _flat({"draft": config.get("draft") or "none"})
     width = max(map(len, rows)) + 2
     shown = (f"{value:g}" if isinstance(value, float) else value for value in rows.values())
     return "model\n" + "".join(f"  {key.ljust(width)}{value}\n" for key, value in zip(rows, shown, strict=True))

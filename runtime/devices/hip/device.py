@@ -324,6 +324,11 @@ class HipDevice(QueuedDevice):
         with self._usable("writing the cache"):
             self.memory.write_parts(self._page_places(span, pages), contents)
 
+    def page_memory(self, span: int, count: int) -> np.ndarray:
+        with self._usable("allocating memory"):
+            nbytes = sum(nbytes for _, nbytes in self.page_parts(span))
+            return self.memory.shared(count * nbytes).reshape(count, nbytes)
+
     def clear(self) -> None:
         with self._usable("clearing the cache"):
             self.memory.clear("kv")

@@ -98,6 +98,7 @@ class HipMemory:
         _, self._input_bytes, self.written_bytes, self._results_at = begins
         self.result_bytes = io_bytes - self._results_at
         self._moved = np.empty(0, np.uint8)  # pinned memory through which pages of caches go
+        self._shared: list[np.ndarray] = []
         self._stale: dict[str, int] = {}  # tables of which the GPU has old rows, and their number
         sizes = {
             "weights": weight_bytes,
@@ -265,28 +266,40 @@ class HipMemory:
     def read_parts(self, parts: Sequence[tuple[str, int, int]]) -> np.ndarray:
         """Parts of caches (name, offset, bytes), one after the other, uint8, in memory that the next call overwrites.
         Waits for what the stream has."""
-        return self._move(parts, np.empty(sum(count for *_, count in parts), np.uint8), written=False)
+        found = self._through(sum(count for *_, count in parts))
+        self._move(parts, found.ctypes.data, written=False)
+        return found
 
     def write_parts(self, parts: Sequence[tuple[str, int, int]], source: np.ndarray) -> None:
-        """The reverse."""
-        self._move(parts, source, written=True)
+        """The reverse: from memory of `shared`, or through other."""
+        pinned = source
+        if not any(np.may_share_memory(source, one) for one in self._shared):
+            pinned = self._through(source.nbytes)
+            pinned[:] = source.reshape(-1)
+        self._move(parts, pinned.ctypes.data, written=True)
 
-    def _move(self, parts: Sequence[tuple[str, int, int]], host: np.ndarray, written: bool) -> np.ndarray:
-        if self._moved.nbytes < host.nbytes:
-            nbytes = 1 << (host.nbytes - 1).bit_length()
-            self._moved = _bytes(self._host_block(nbytes), nbytes)
-        pinned, at, kinds = self._moved[: host.nbytes], 0, self.hip.names.hipMemcpyKind
-        if written:
-            pinned[:] = host.reshape(-1)
+    def shared(self, nbytes: int) -> np.ndarray:
+        """Pinned memory, uint8."""
+        self._shared.append(_bytes(self._host_block(nbytes), nbytes))
+        return self._shared[-1]
+
+    def _through(self, nbytes: int) -> np.ndarray:
+        """Pinned memory that the next call overwrites."""
+        if self._moved.nbytes < nbytes:
+            size = 1 << (nbytes - 1).bit_length()
+            self._moved = _bytes(self._host_block(size), size)
+        return self._moved[:nbytes]
+
+    def _move(self, parts: Sequence[tuple[str, int, int]], host: int, written: bool) -> None:
+        kinds = self.hip.names.hipMemcpyKind
         for name, offset, count in parts:
-            device, own = self.blocks["kv"][0] + self._kv_at[name] + offset, pinned.ctypes.data + at
+            device = self.blocks["kv"][0] + self._kv_at[name] + offset
             if written:
-                self.hip("hipMemcpyAsync", device, own, count, kinds.hipMemcpyHostToDevice, self.stream)
+                self.hip("hipMemcpyAsync", device, host, count, kinds.hipMemcpyHostToDevice, self.stream)
             else:
-                self.hip("hipMemcpyAsync", own, device, count, kinds.hipMemcpyDeviceToHost, self.stream)
-            at += count
+                self.hip("hipMemcpyAsync", host, device, count, kinds.hipMemcpyDeviceToHost, self.stream)
+            host += count
         self.hip("hipStreamSynchronize", self.stream)
-        return pinned
 
     def upload(self) -> None:
         """Reads the weights, to where kernels find them if that is host memory; else through pinned memory, one chunk

@@ -315,6 +315,11 @@ class VulkanDevice(QueuedDevice):
             if contents.size:
                 self.memory.scatter(self._page_places(span, pages), contents.reshape(-1))
 
+    def page_memory(self, span: int, count: int) -> np.ndarray:
+        with self._usable("allocating memory"):
+            nbytes = sum(nbytes for _, nbytes in self.page_parts(span))
+            return self.memory.shared(count * nbytes).reshape(count, nbytes)
+
     def time(self, function: str) -> list[tuple[str, float, float]]:
         """See `Replays.time`. UserError without timestamps."""
         self._alive()

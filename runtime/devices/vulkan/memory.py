@@ -2,7 +2,7 @@
 
 `VulkanMemory.block` allocates one, of a kind of KINDS, `spread` some for many buffers, none of which is split;
 `imported` makes one of memory that is there. `load`, `put`, `scatter` and `fill` write to them, `get` and `gather`
-read.
+read; `shared` is memory for `scatter`.
 """
 
 import ctypes
@@ -113,6 +113,7 @@ class VulkanMemory:
         self._staging: list[tuple[MemoryBlock, int]] = []  # with the command buffer that copies from it
         self._read: MemoryBlock | None = None
         self._written: MemoryBlock | None = None
+        self._shared: list[tuple[MemoryBlock, np.ndarray]] = []
 
     def free(self) -> list[int]:
         """Bytes of each heap that this process may still take."""
@@ -251,15 +252,26 @@ class VulkanMemory:
         return ctypes.string_at(staging.mapped, nbytes)
 
     def scatter(self, parts: Sequence[BlockPart], source: np.ndarray) -> None:
-        """Copies a uint8 array to parts of blocks, one after the other."""
-        staging = self._written = self._at_least(self._written, source.nbytes, "staging")
-        staging.view(0, np.uint8, (source.nbytes,))[:] = source
+        """Copies a uint8 array to parts of blocks, one after the other: from memory of `shared`, or through other."""
+        if staging := next((block for block, memory in self._shared if np.may_share_memory(source, memory)), None):
+            first = source.ctypes.data - staging.mapped
+        else:
+            staging, first = self._at_least(self._written, source.nbytes, "staging"), 0
+            self._written = staging
+            staging.view(0, np.uint8, (source.nbytes,))[:] = source
 
         def record(commands: int) -> None:
             for buffer, regions in _regions(parts).items():
-                self._copy_regions(commands, staging.buffer, buffer, [(at, to, count) for to, at, count in regions])
+                copies = [(first + at, to, count) for to, at, count in regions]
+                self._copy_regions(commands, staging.buffer, buffer, copies)
 
         self.context.once(record)
+
+    def shared(self, nbytes: int) -> np.ndarray:
+        """uint8 memory that the host reads and writes fast, and the GPU across the bus."""
+        block = self.block(nbytes, "output")
+        self._shared.append((block, memory := block.view(0, np.uint8, (nbytes,))))
+        return memory
 
     def _copy_regions(self, commands: int, source: int, target: int, regions: Sequence[tuple[int, int, int]]) -> None:
         """Between buffers; regions: (offset in the source, offset in the target, bytes) of each."""

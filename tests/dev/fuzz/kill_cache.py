@@ -19,6 +19,8 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+
 PROMPTS, TOKENS, LONGEST = 12, 12, 700
 LIMIT = 24 << 20  # bytes on disk: less than all prompts need
 HANG = 120.0  # seconds
@@ -121,8 +123,9 @@ def check() -> tuple[int, int]:
         files = PageFiles(bytes.fromhex(folder.name), {}, LIMIT)
         for path in folder.iterdir():
             if path.suffix not in (".tmp", ".json"):
-                found = files.read(bytes.fromhex(path.name), path.stat().st_size - HEADER.size)
-                damaged, whole = damaged + (found is None), whole + (found is not None)
+                contents = np.empty(path.stat().st_size - HEADER.size, np.uint8)
+                found = files.read(bytes.fromhex(path.name), contents)
+                damaged, whole = damaged + (not found), whole + found
     return damaged, whole
 
 

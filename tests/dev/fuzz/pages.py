@@ -40,8 +40,8 @@ def write() -> None:
 
 def read(source: PageSource, least: int) -> bool:
     """UserError where fewer than `least` pages are there."""
-    found = {key: source.read(key, SIZE) for key in CONTENTS}
-    there = {key: one for key, one in found.items() if one is not None}
+    found = {key: np.empty(SIZE, np.uint8) for key in CONTENTS}
+    there = {key: one for key, one in found.items() if source.read(key, one)}
     right = all((one == CONTENTS[key]).all() for key, one in there.items())
     if right and len(there) < least:
         raise UserError(f"{len(there)} of {PAGES} pages are there")

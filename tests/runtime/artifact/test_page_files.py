@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlc_amd.runtime.cache import page_files
-from mlc_amd.runtime.cache.page_files import ABOUT, HEADER, PageFiles, header_of
+from mlc_amd.runtime.cache.page_files import ABOUT, HEADER, PageFiles, PageSource, header_of
 from mlc_amd.runtime.cache.saved_pages import SavedPages, write_saved
 from mlc_amd.runtime.errors import UserError
 from tests.dev.fuzz import mutations
@@ -33,19 +33,24 @@ def files(tmp_path, monkeypatch) -> PageFiles:
     return PageFiles(MODEL, ABOUT_IT, 1 << 20)
 
 
+def read(source: PageSource, number: int, nbytes: int = SIZE) -> np.ndarray | None:
+    target = np.empty(nbytes, np.uint8)
+    return target if source.read(key(number), target) else None
+
+
 def file_of(files: PageFiles, number: int) -> Path:
     return files.folder / key(number).hex()
 
 
 def test_what_is_written_is_read_and_only_by_its_owner(files):
-    assert files.read(key(1), SIZE) is None and key(1) not in files
+    assert read(files, 1) is None and key(1) not in files
     os.umask(before := os.umask(0))
     try:
         os.umask(0)
         files.write(key(1), contents(1))
     finally:
         os.umask(before)
-    assert key(1) in files and (files.read(key(1), SIZE) == contents(1)).all()
+    assert key(1) in files and (read(files, 1) == contents(1)).all()
     assert [path.stat().st_mode & 0o777 for path in (files.folder.parent, files.folder)] == [0o700] * 2
     assert {path.stat().st_mode & 0o777 for path in files.folder.iterdir()} == {0o600}
     assert sorted(path.name for path in files.folder.iterdir()) == sorted([key(1).hex(), ABOUT])
@@ -69,12 +74,12 @@ def test_what_is_no_record_of_the_page_is_not_there(files, kind):
     for number in (1, 2):
         files.write(key(number), contents(number))
     foreign(file_of(files, 1), kind)
-    assert files.read(key(1), SIZE) is None
-    assert (files.read(key(2), SIZE) == contents(2)).all()
-    assert files.read(key(2), SIZE - 1) is None  # of a page of another size
+    assert read(files, 1) is None
+    assert (read(files, 2) == contents(2)).all()
+    assert read(files, 2, SIZE - 1) is None  # of a page of another size
     if kind != "folder":
         files.write(key(1), contents(1))
-        assert (files.read(key(1), SIZE) == contents(1)).all()
+        assert (read(files, 1) == contents(1)).all()
 
 
 def test_damage_is_found(files, tmp_path):
@@ -86,8 +91,7 @@ def test_damage_is_found(files, tmp_path):
     for _ in range(300):
         changed, _ = mutations.bytes_changed(whole, draw)
         file_of(files, 1).write_bytes(changed)
-        read = files.read(key(1), SIZE)
-        assert (read is None) == (changed != whole)
+        assert (read(files, 1) is None) == (changed != whole)
         changed, _ = mutations.bytes_changed(table, draw)
         saved.write_bytes(changed)
         try:
@@ -95,9 +99,9 @@ def test_damage_is_found(files, tmp_path):
         except UserError:
             continue
         for i in range(3):
-            read = pages.read(key(i), SIZE)
-            found += read is not None
-            assert read is None or (read == contents(i)).all()
+            one = read(pages, i)
+            found += one is not None
+            assert one is None or (one == contents(i)).all()
     assert found  # damage to one page leaves the others
 
 
@@ -138,7 +142,7 @@ def test_a_full_disk_leaves_nothing(files):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert sorted(path.name for path in files.folder.iterdir()) == sorted([key(1).hex(), ABOUT])
     files.write(key(2), contents(2))
-    assert (files.read(key(2), SIZE) == contents(2)).all()
+    assert (read(files, 2) == contents(2)).all()
 
 
 def test_what_killed_processes_left_is_removed(files):

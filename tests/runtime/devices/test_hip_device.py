@@ -370,3 +370,7 @@ def test_pages_are_read_and_written(artifact):
     assert (device.read_pages(0, [1, 2, 3]) == [*contents[::-1], np.zeros(part[1])]).all()
     device.write_pages(0, [3], contents[:1])  # through the memory that is there
     assert (device.read_pages(0, [3, 1]) == contents).all()
+    memory = device.page_memory(0, 3)
+    memory[1:] = contents
+    device.write_pages(0, [3, 0], memory[1:])  # as it stands
+    assert (device.read_pages(0, [3, 0]) == contents).all()

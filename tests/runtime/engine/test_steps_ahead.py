@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 from ahead_harness import assert_nothing_is_held, computes_ahead
+from residues import Residues
 from samples import sample
 from vulkan_harness import gpu
 
@@ -17,6 +18,7 @@ from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.engine.sampled_rows import GREEDY
 from mlc_amd.runtime.engine.scheduler import Scheduler
 from mlc_amd.runtime.options import RunOptions
+from mlc_amd.runtime.speculation.speculation import Speculation
 
 PROMPTS = [[1, 2, 3], list(range(56)), [7] * 9]  # the second one's answers cross the end of a page
 
@@ -145,6 +147,19 @@ def test_an_answer_may_end_or_begin_at_any_token(engine):
             assert text.startswith(stopped) and stop not in stopped
         assert_nothing_is_held(engine)
     assert engine.queue == (0, 0) and len(engine.started_ahead) > 60
+
+
+def test_forced_text_is_guessed_between_steps_ahead(engine, monkeypatch):
+    times = [1.0] * 64  # of steps with any number of guesses
+    monkeypatch.setattr(Speculation, "_fastest", lambda self, most, *_: ([*most.values()], 3.0 * len(most), times))
+    monkeypatch.setattr(engine._loop, "clock", lambda: 0.0)
+    options = {"max_tokens": 40, "constraint": lambda: Residues(engine.vocab, engine.tokenizer.end_ids, 3)}
+    found = answers(engine, **options)
+    assert len(engine.started_ahead) > 5 and engine.guesses.drafted > 5
+    engine._loop.speculation = None
+    engine.reset()
+    assert answers(engine, **options) == found
+    assert_nothing_is_held(engine)
 
 
 def test_other_work_comes_between_steps(engine):
