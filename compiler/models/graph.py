@@ -130,8 +130,8 @@ class Graph:
         tensor = self.model.tensors[name]
         vocab, k = tensor.shape
         given = [] if features is None else [features]
-        columns = self.model.features if given else 0
-        op = Embed(fmt=tensor.format, vocab=vocab, k=k, m=self.m, scale=float(scale), features=columns)
+        kind = {"features": self.model.features, "of": str(features.ty.dtype)} if given else {}
+        op = Embed(fmt=tensor.format, vocab=vocab, k=k, m=self.m, scale=float(scale), **kind)
         return self.emit(op, [self.tokens, *given, self.weight(name)])
 
     def norm(self, x, name: str, rows: str = "all", eps: float = 0.0) -> relax.Var:
