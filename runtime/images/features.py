@@ -65,6 +65,8 @@ class Features:
         for row, image, begin, count in parts:
             own = self._found[image.key]
             self._found.move_to_end(image.key)
+            if count == live:  # large images fill chunks
+                return own[begin : begin + count]
             found = np.zeros((live, own.shape[1]), own.dtype) if found is None else found
             found[first + row : first + row + count] = own[begin : begin + count]
         assert found is not None, "a chunk with rows of an image"
