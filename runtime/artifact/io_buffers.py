@@ -43,7 +43,7 @@ def io_buffers(
         rows, each = max(vision["buckets"].values()), vision["merge"] ** 2
         for name, columns in vision["io"].items():
             shapes[name] = (rows // each if name == ENCODED else rows, columns)
-    types = dict.fromkeys(("logits", "logprobs", "patches", "added", "turns"), "float32")
+    types: dict[str, str] = dict.fromkeys(("logits", "logprobs", "patches", "added", "turns"), "float32")
     if images:
-        types |= dict.fromkeys((FEATURES, ENCODED), images["features"])
+        types |= {FEATURES: images["features"], ENCODED: images["features"]}
     return {name: {"dtype": types.get(name, "int32"), "shape": [*of]} for name, of in shapes.items()}
