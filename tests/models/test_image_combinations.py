@@ -1,6 +1,5 @@
-"""Images with all else that an engine may do at once: caches of few bits, guesses of every kind, constraints, several
-GPUs. Answers are those without. An image of one row whose features are a token's embedding is that token, as in
-`test_image_rows.py`."""
+"""Images with what else an engine may do at once: guesses of its own draft, constraints, several GPUs. Answers are those
+without. An image of one row whose features are a token's embedding is that token, as in `test_image_rows.py`."""
 
 from collections.abc import Callable
 
@@ -14,32 +13,24 @@ from few_functions import few_functions
 from residues import Residues
 from samples import sample
 
-from mlc_amd.compiler.gguf import GGUFModel, synthetic
+from mlc_amd.compiler.gguf import GGUFModel
 from mlc_amd.compiler.gguf.mmproj import VisionFile
 from mlc_amd.compiler.pipeline import compile_model
-from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.images.features import Features
 from mlc_amd.runtime.images.prepared import PreparedImage
 from mlc_amd.runtime.images.rows import Prompt
 from mlc_amd.runtime.options import CompileOptions, RunOptions
-from mlc_amd.runtime.speculation.draft_model import open_drafter
-from mlc_amd.runtime.speculation.prompt_lookup import PromptLookup
 from tests.models.test_drafts import with_draft
-from tests.models.test_image_rows import IDS, SECTIONS, Encoder
-from tests.runtime.engine.test_speculation import Eager, guess_always
+from tests.models.test_image_rows import IDS, Encoder
+from tests.runtime.engine.test_speculation import guess_always
 
-QWEN3VL = {"general.architecture": "qwen3vl", **SECTIONS}
-# A model and the type of its cache
-MODELS: dict[str, tuple[Callable, str]] = {
-    "q8_0": (lambda folder: synthetic("tiny-qwen2:f32", keys=QWEN3VL), "q8_0"),
-    "q4_0": (lambda folder: synthetic("tiny-qwen2:f32", keys=QWEN3VL), "q4_0"),
-    "qwen35": (lambda folder: architectures.predicting("qwen35"), "f16"),
-    "glm4moe": (lambda folder: architectures.predicting("glm4moe"), "f16"),
-    "eagle3": (lambda folder: with_draft(drafts.target("eagle3"), "eagle3", folder), "f16"),
-    "dflash": (lambda folder: with_draft(drafts.target("dflash"), "dflash", folder), "f16"),
+MODELS: dict[str, Callable] = {
+    "qwen35": lambda folder: architectures.predicting("qwen35"),
+    "glm4moe": lambda folder: architectures.predicting("glm4moe"),
+    "eagle3": lambda folder: with_draft(drafts.target("eagle3"), "eagle3", folder),
+    "dflash": lambda folder: with_draft(drafts.target("dflash"), "dflash", folder),
 }
-CACHES = sample(["q8_0", "q4_0"], ["q4_0"])
 DRAFTS = sample(["qwen35", "glm4moe", "eagle3", "dflash"], ["qwen35", "eagle3"])
 
 
@@ -50,10 +41,10 @@ def opened(tmp_path_factory):
 
     def get(name: str) -> tuple[Engine, Prompt]:
         if name not in made:
-            (build, kv), folder = MODELS[name], tmp_path_factory.mktemp(name)
+            build, folder = MODELS[name], tmp_path_factory.mktemp(name)
             model = build(folder)
             model.features = model.config.hidden
-            options = CompileOptions(target="cpu", ctx=256, kv_type=kv, tuned="none")
+            options = CompileOptions(target="cpu", ctx=256, tuned="none")
             compile_model(model, folder / "model", options)
             table = model.tensors["token_embd.weight"].dequantize() * model.config.embedding_scale
             engine, encoder = Engine.load(folder / "model", RunOptions(kv_tokens=2048)), Encoder()
@@ -75,22 +66,6 @@ def answer(engine: Engine, prompt, **options) -> list[int]:
     return [piece.id for piece in engine.generate(prompt, max_tokens=16, **({"temperature": 0.0} | options))]
 
 
-def eagerly(engine: Engine, drafter) -> None:
-    engine.speculate(drafter)
-    engine._loop.speculation = Eager(drafter, engine._loop.speculation._rows)
-
-
-@pytest.mark.parametrize("name", CACHES)
-def test_rows_in_caches_of_few_bits(opened, name):
-    engine, prompt = opened(name)
-    exact = engine.prefill(IDS).copy()
-    expected = answer(engine, IDS)
-    engine.reset()
-    assert (engine.prefill(prompt) == exact).all()
-    assert answer(engine, prompt) == expected
-    assert answer(engine, prompt) == expected and engine.last.cached_tokens  # from the cache
-
-
 @pytest.mark.parametrize("constrained", [False, True])
 @pytest.mark.parametrize("name", DRAFTS)
 def test_guesses_after_images(opened, name, constrained):
@@ -101,17 +76,6 @@ def test_guesses_after_images(opened, name, constrained):
     guess_always(engine)
     assert answer(engine, prompt, **options) == expected
     assert engine.guesses.drafted
-
-
-def test_guesses_of_another_model_after_images(opened):
-    """And of earlier text: both see the image's rows, whose numbers no vocabulary has."""
-    engine, prompt = opened("q4_0")
-    expected = answer(engine, IDS)
-    for draft in (engine.artifact.path, None):
-        drafter = open_drafter(draft, engine.tokenizer, None, None, KvSize.of(2048, None))
-        eagerly(engine, drafter or PromptLookup())
-        assert answer(engine, prompt) == expected
-        assert not draft or engine.guesses.drafted
 
 
 @pytest.mark.parametrize("split", ["layer", "tensor"])
