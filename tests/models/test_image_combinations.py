@@ -1,5 +1,5 @@
-"""Images with what else an engine may do at once: guesses of its own draft, constraints, several GPUs. Answers are those
-without. An image of one row whose features are a token's embedding is that token, as in `test_image_rows.py`."""
+"""Images with what else an engine may do at once: guesses of its own draft, constraints, several GPUs. Answers are
+those without. An image of one row whose features are a token's embedding is that token, as in `test_image_rows.py`."""
 
 from collections.abc import Callable
 
