@@ -11,8 +11,7 @@ from typing import Any, cast
 from mlc_amd.compiler import memory, sampling
 from mlc_amd.compiler.gguf.reader import quantization
 from mlc_amd.compiler.lowering import Lowered
-from mlc_amd.compiler.models.images import has_places
-from mlc_amd.compiler.models.model import Model
+from mlc_amd.compiler.models.images import features_type, has_places
 from mlc_amd.compiler.weights import random_tensors
 from mlc_amd.runtime.artifact.artifact import source_id
 from mlc_amd.runtime.artifact.io_buffers import io_buffers
@@ -68,14 +67,16 @@ def manifest_body(lowered: Lowered, compiled: Mapping[str, Any], weights: bool) 
     if "exchange" in compiled:
         body["exchange"] = compiled["exchange"]
     if model.features:
-        body["images"] = _images(model)
+        body["images"] = _images(lowered)
     return body
 
 
-def _images(model: Model) -> ManifestImages:
+def _images(lowered: Lowered) -> ManifestImages:
+    model = lowered.model
     images = any(layer.attention.images for layer in model.config.decoder_layers if layer.attention)
     return {
         "columns": model.features,
+        "features": cast(Any, features_type(model, lowered.target)),
         "attention": "image" if images else "causal",
         "positions": "grid" if has_places(model) else "sequence",
     }
@@ -136,5 +137,5 @@ def _io(lowered: Lowered) -> dict[str, Buffer]:
         spans={tensor["span"] for tensor in lowered.kept if "span" in tensor},
         drafts=config.predictor is not None,
         vision=lowered.vision,
-        images=_images(lowered.model) if lowered.model.features else None,
+        images=_images(lowered) if lowered.model.features else None,
     )

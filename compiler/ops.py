@@ -40,6 +40,10 @@ def shape_of(value) -> list[int]:
     return [int(s) for s in value.ty.shape.values]
 
 
+def dtype_of(value) -> str:
+    return str(value.ty.dtype)
+
+
 def _infer(call, bb):
     op = operator_of(call)
     assert op

@@ -16,6 +16,8 @@ import tvm
 import tvm_ffi
 from tvm import s_tir, tirx
 
+# Functions that compiler/codegen/functions.py expands for CPUs, instead of the C library's.
+EXPANDED = ("exp", "exp2", "log", "log2", "log10", "pow", "sigmoid", "tanh", "erf", "sin", "cos")
 SERIAL = 1 << 14  # steps of a loop nest below which a CPU uses one thread
 CHUNK = 1024  # columns that one CPU thread works on at a time where there are few rows
 VECTOR = 16  # elements
@@ -111,9 +113,21 @@ def _cpu(sch, block) -> None:
         sch.parallel(sch.fuse(*rows) if len(rows) > 1 else rows[0])
     elif parallel and reduced:
         sch.parallel(last)
-    if not reduced and columns % VECTOR == 0:
+    if not reduced and columns % VECTOR == 0 and not _calls(sch, block):
         _, lanes = sch.split(last, [None, VECTOR])
         sch.vectorize(lanes)
+
+
+def _calls(sch, block) -> bool:
+    """Whether it calls functions of EXPANDED: LLVM makes vectors of what they become, a number at a time."""
+    found = []
+
+    def visit(call) -> None:
+        if getattr(call.op, "name", "").partition(".")[2] in EXPANDED:
+            found.append(call)
+
+    tvm_ffi.structural_walk(sch.get(block), (tvm.ir.Call, visit))
+    return bool(found)
 
 
 # ---- GPU

@@ -51,5 +51,7 @@ def write(load: LoadOptions, image: str, output: str) -> None:
     with opened(load) as sees:
         features = sees.encoder.encode(sees.tiles(picture))
     with open(Path(output).expanduser(), "wb") as file:
-        np.savez(file, features=np.concatenate(features), tiles=np.array([len(rows) for rows in features]))
+        np.savez(
+            file, features=np.concatenate(features).astype(np.float32), tiles=np.array([len(rows) for rows in features])
+        )
     print(f"{sum(map(len, features))} rows of {features[0].shape[1]} numbers in {output}")

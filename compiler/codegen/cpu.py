@@ -11,6 +11,7 @@ from pathlib import Path
 import tvm
 from tvm import s_tir, tirx
 
+from mlc_amd.compiler.codegen.functions import expand
 from mlc_amd.compiler.codegen.kernel_workers import ALONE, Workers
 from mlc_amd.compiler.codegen.lower import has_blocks, in_threads, statements
 from mlc_amd.compiler.codegen.object_cache import ObjectCache
@@ -132,6 +133,7 @@ _LOWERING = tvm.ir.transform.Sequential([
     s_tir.transform.RewriteUnsafeSelect(),
     tirx.transform.MakePackedAPI(),
     tirx.transform.LowerTVMBuiltin(),
+    expand(gpu=False),
     tirx.transform.LowerIntrin(),
     tirx.transform.SkipAssert(),
 ])  # fmt: skip

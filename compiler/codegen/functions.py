@@ -1,10 +1,11 @@
-"""Functions of one or two numbers (exp, tanh, pow ..) in arithmetic that both GPU code generators have.
+"""Functions of one or two numbers (exp, tanh, pow ..) in arithmetic that all code generators have.
 
-TVM would call ROCm's device library for them, which is not used here, and Vulkan's own are only as exact as its
-specification asks for. `expand` is a pass over lowered device functions: each call becomes additions, products, bit
-operations and 2**x for |x| <= 1/2, the same on every GPU. Relative errors are below 5e-7 for results that are normal
-numbers (tanh, erf, sin and cos: absolute errors; pow: 1e-6 while |y ln x| < 16), arguments of sin and cos up to 1e5.
-Float32 scalars; float16 goes through float32. Other types stay as they are, and the generator refuses them.
+TVM would call ROCm's device library for them, which is not used here, or the C library, a number at a time; Vulkan's
+own are only as exact as its specification asks for. `expand` is a pass over lowered functions: each call becomes
+additions, products, bit operations and 2**x for |x| <= 1/2, the same on every GPU. Relative errors are below 5e-7 for
+results that are normal numbers (tanh, erf, sin and cos: absolute errors; pow: 1e-6 while |y ln x| < 16), arguments of
+sin and cos up to 1e5. Float32 scalars; float16 goes through float32. Other types stay as they are, and the generator
+refuses them.
 """
 
 import math
@@ -14,6 +15,9 @@ import tvm_ffi
 from tvm import tirx
 from tvm.tirx.op import call_llvm_pure_intrin
 
+from mlc_amd.schedules.generic import EXPANDED
+
+FLOATS = ("float32", "float16")  # that are expanded
 LOG2_E = math.log2(math.e)
 # ln 2 and pi / 2 as sums of float32: products of the first parts with small whole numbers are exact
 LN2 = (0.693145751953125, 1.42860682030941723e-6)
@@ -29,25 +33,27 @@ ERF = (
 ERFC, ERFC_P = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592), 0.3275911
 SIN = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)  # (sin(x) - x) / x**3 of x*x, |x| < pi / 4
 COS = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)  # (cos(x) - 1 + x*x/2) / x**4
+EXP2 = tuple(math.log(2) ** i / math.factorial(i) for i in range(7, -1, -1))  # 2**x, |x| <= 1/2: to 2e-9
 LARGEST_POWER = 16  # whole exponents that become products
 
 
-def expand():
-    """The pass that replaces the calls. After simplification, which undoes bindings, and before TVM lowers
-    intrinsics."""
+def expand(gpu: bool = True):
+    """The pass that replaces the calls; for a CPU those of EXPANDED, of which LLVM makes vectors then. After
+    simplification, which undoes bindings, and before TVM lowers intrinsics."""
 
     @tirx.transform.prim_func_pass(opt_level=0, name="ExpandFunctions")
     def replace(func, _module, _context):
-        return func.with_body(_Expander().run(func.body))
+        return func.with_body(_Expander(gpu).run(func.body))
 
     return replace
 
 
 class _Expander:
-    """`pending`: statements that must come before the one that is being rewritten, innermost list last."""
+    """`pending`: statements that must come before the one that is being rewritten, innermost list last. Called with a
+    value: `value` in a register; constants as they are."""
 
-    def __init__(self):
-        self.pending = [[]]
+    def __init__(self, gpu: bool):
+        self.pending, self._gpu = [[]], gpu
 
     def run(self, body):
         statements = [(kind, self._statement) for kind in (tirx.BufferStore, tirx.Bind)]
@@ -61,14 +67,14 @@ class _Expander:
 
     def _call(self, call, mutator):
         name = call.op.name.partition(".")[2]  # after tirx or prim
-        if name == "if_then_else":
-            return self._branch(call, mutator)
-        function = _FUNCTIONS.get(name)
+        function = _FUNCTIONS.get(name) if self._gpu or name in EXPANDED else None
         dtype = str(call.ty)
-        if function is None or dtype not in ("float32", "float16"):
+        if name == "if_then_else" and (self._gpu or dtype in FLOATS):
+            return self._branch(call, mutator)
+        if function is None or dtype not in FLOATS:
             return mutator.default_mutate(call)
         args = [mutator.mutate(arg) for arg in call.args]
-        result = function(self.bind, *(self.bind(tirx.Cast("float32", x) if dtype == "float16" else x) for x in args))
+        result = function(self, *(self(tirx.Cast("float32", x) if dtype == "float16" else x) for x in args))
         return tirx.Cast(dtype, result) if dtype == "float16" else result
 
     def _branch(self, call, mutator):
@@ -85,13 +91,22 @@ class _Expander:
         self.pending[-1] += [tirx.AllocBuffer(place), tirx.IfThenElse(condition, taken, other)]
         return tirx.BufferLoad(place, [first])
 
-    def bind(self, value):
-        """`value` in a register; constants as they are."""
+    def exp2_small(self, x):
+        """2**x for |x| <= 1/2."""
+        return _llvm("amdgcn.exp2.f32", x) if self._gpu else _polynomial(self, x, EXP2)
+
+    def __call__(self, value):
         if isinstance(value, tirx.Var | tirx.FloatImm | tirx.IntImm):
             return value
-        var = tirx.Var("f", str(value.ty))
-        self.pending[-1].append(tirx.Bind(var, value))
-        return var
+        if self._gpu:
+            var = tirx.Var("f", str(value.ty))
+            self.pending[-1].append(tirx.Bind(var, value))
+            return var
+        # Through memory, which LLVM leaves out: TVM's lowering of intrinsics puts the value of a variable in its place
+        # wherever it meets it, and values of values of functions would grow beyond bounds.
+        place, first = tirx.decl_buffer((1,), str(value.ty), name="f", scope="local"), tirx.const(0, "int32")
+        self.pending[-1] += [tirx.AllocBuffer(place), tirx.BufferStore(place, value, [first])]
+        return tirx.BufferLoad(place, [first])
 
 
 def _sequence(statements):
@@ -140,10 +155,6 @@ def _not_a_number(b, x):
     return tirx.bitwise_and(b(tirx.reinterpret("int32", x)), _i(0x7FFFFFFF)) > _i(0x7F800000)
 
 
-def _exp2_small(x):
-    return _llvm("amdgcn.exp2.f32", x)
-
-
 def _clamped(b, x, low, high):
     return b(_llvm("maxnum", b(_llvm("minnum", x, _f(high))), _f(low)))
 
@@ -152,14 +163,14 @@ def _exp(b, x):
     inside = _clamped(b, x, -110.0, 90.0)
     n = b(_llvm("rint", inside * _f(LOG2_E)))
     rest = b(_fma(n, _f(-LN2[1]), b(_fma(n, _f(-LN2[0]), inside))))
-    found = b(_scaled(b, b(_exp2_small(b(rest * _f(LOG2_E)))), b(tirx.Cast("int32", n))))
+    found = b(_scaled(b, b(b.exp2_small(b(rest * _f(LOG2_E)))), b(tirx.Cast("int32", n))))
     return tirx.Select(_not_a_number(b, x), x, found)
 
 
 def _exp2(b, x):
     inside = _clamped(b, x, -160.0, 130.0)
     n = b(_llvm("rint", inside))
-    found = b(_scaled(b, b(_exp2_small(b(inside - n))), b(tirx.Cast("int32", n))))
+    found = b(_scaled(b, b(b.exp2_small(b(inside - n))), b(tirx.Cast("int32", n))))
     return tirx.Select(_not_a_number(b, x), x, found)
 
 

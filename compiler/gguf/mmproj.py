@@ -59,6 +59,12 @@ class VisionFile:
             raise UserError(f"{self.path}: {error}") from error
         return kept
 
+    @property
+    def exact(self) -> bool:
+        """Whether matrices of its layers are float32: products of others round what they take to 16 bits or less."""
+        of_layers = (tensor for name, tensor in self.tensors.items() if name.startswith("v.blk."))
+        return any(tensor.format == "f32" and len(tensor.shape) == 2 for tensor in of_layers)
+
     def check_used(self, used: set[str]) -> None:
         """UserError for a tensor that the graph did not take: it belongs to a variant whose results would differ."""
         if extra := next((name for name in self.tensors if name not in used), None):

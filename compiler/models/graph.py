@@ -17,7 +17,7 @@ from mlc_amd.compiler.models import exchanges, packed
 from mlc_amd.compiler.models.config import AttentionConfig, ModelConfig, attentions
 from mlc_amd.compiler.models.model import Model
 from mlc_amd.compiler.models.tensors import SCALE
-from mlc_amd.compiler.ops import shape_of, tensor_type
+from mlc_amd.compiler.ops import dtype_of, shape_of, tensor_type
 from mlc_amd.runtime.artifact.io_names import HIDDEN, page_table
 from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.sampling.layout import row_shapes
@@ -130,8 +130,8 @@ class Graph:
         tensor = self.model.tensors[name]
         vocab, k = tensor.shape
         given = [] if features is None else [features]
-        columns = self.model.features if given else 0
-        op = Embed(fmt=tensor.format, vocab=vocab, k=k, m=self.m, scale=float(scale), features=columns)
+        kind = {"features": self.model.features, "of": dtype_of(features)} if given else {}
+        op = Embed(fmt=tensor.format, vocab=vocab, k=k, m=self.m, scale=float(scale), **kind)
         return self.emit(op, [self.tokens, *given, self.weight(name)])
 
     def norm(self, x, name: str, rows: str = "all", eps: float = 0.0) -> relax.Var:

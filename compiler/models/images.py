@@ -24,9 +24,14 @@ def has_places(model: Model) -> bool:
     return model.features > 0 and any(rope.sections for rope in model.config.ropes.values())
 
 
+def features_type(model: Model, target) -> str:
+    """The dtype of features: float16 where they cross a bus and are of products that round to that anyway."""
+    return "float32" if target.kind == "cpu" or model.vision is None or model.vision.exact else "float16"
+
+
 def features(g: Graph) -> relax.Var:
-    """What the encoder made of the step's rows of images: float32 [m, features]."""
-    return g.parameter("features", "io", tensor_type((g.m, g.model.features)))
+    """What the encoder made of the step's rows of images: [m, features]."""
+    return g.parameter("features", "io", tensor_type((g.m, g.model.features), features_type(g.model, g.target)))
 
 
 def inputs(g: Graph) -> relax.Var:
@@ -43,7 +48,9 @@ def deepstack(g: Graph, x, layer: int) -> relax.Var:
 
     def add_features(tokens, features, x):
         def element(row, column):
-            return x[row, column] + te.if_then_else(tokens[row] < 0, features[row, first + column], 0.0)
+            return x[row, column] + te.if_then_else(
+                tokens[row] < 0, features[row, first + column].astype("float32"), 0.0
+            )
 
         return te.compute(x.shape, element, "deepstack")
 

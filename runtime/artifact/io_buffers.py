@@ -43,5 +43,7 @@ def io_buffers(
         rows, each = max(vision["buckets"].values()), vision["merge"] ** 2
         for name, columns in vision["io"].items():
             shapes[name] = (rows // each if name == ENCODED else rows, columns)
-    floats = ("logits", "logprobs", FEATURES, ENCODED, "patches", "added", "turns")
-    return {name: {"dtype": "float32" if name in floats else "int32", "shape": [*of]} for name, of in shapes.items()}
+    types: dict[str, str] = dict.fromkeys(("logits", "logprobs", "patches", "added", "turns"), "float32")
+    if images:
+        types |= {FEATURES: images["features"], ENCODED: images["features"]}
+    return {name: {"dtype": types.get(name, "int32"), "shape": [*of]} for name, of in shapes.items()}

@@ -26,7 +26,7 @@ from mlc_amd.runtime.exchange_layout import boxes
 from mlc_amd.runtime.gpus import Unit
 from mlc_amd.runtime.sampling.settings import SamplingChanges
 
-FORMAT_VERSION = 15
+FORMAT_VERSION = 16
 LINES = 4  # levels of the manifest whose values have a line each
 MANIFEST = "manifest.json"
 ADVICE = "compile the model again"
@@ -266,10 +266,11 @@ class Vision(TypedDict):
 
 
 class ManifestImages(TypedDict):
-    """What a decoder takes of images. columns: of a row of features; attention: "image" where the rows of an image see
-    one another; positions: of these for RoPE, those of a grid or of the sequence."""
+    """What a decoder takes of images. columns: of a row of features; features: their dtype; attention: "image" where
+    the rows of an image see one another; positions: of these for RoPE, those of a grid or of the sequence."""
 
     columns: _Size
+    features: Literal["float32", "float16"]
     attention: Literal["causal", "image"]
     positions: Literal["sequence", "grid"]
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mlc_amd.runtime.artifact.io_names import CHOSEN
+from mlc_amd.runtime.artifact.manifest import is_encoder
 from mlc_amd.runtime.devices import handover
 from mlc_amd.runtime.devices.several import PAUSE, Opener, SeveralGpus
 from mlc_amd.runtime.sampling.layout import FIELDS, LOGPROB
@@ -172,7 +173,7 @@ class StagedDevice(SeveralGpus):
         """A step in which each stage computes its part like this."""
         self.discard()
         step, found = _Step(function, self._taken()), []
-        for stage in self._stages[self._first(function) :]:
+        for stage in self._stages[self._first(function) : self._last(function) + 1]:
             stage.write(step)
             stage.hand_over(step)
             found.append(compute(stage.device))
@@ -186,7 +187,7 @@ class StagedDevice(SeveralGpus):
         if step and name in step.outputs:
             return step.outputs[name][first:rows]
         assert not self._steps, f"{name} of a step after which others were started"
-        return self.stages[-1].read(name, rows, first)
+        return self.stages[self._last(step.function) if step else -1].read(name, rows, first)
 
     # ---- of all stages
 
@@ -203,6 +204,11 @@ class StagedDevice(SeveralGpus):
     def _first(self, function: str) -> int:
         """The first stage that has a part of it."""
         return next(i for i, device in enumerate(self.stages) if function in device.manifest["functions"])
+
+    def _last(self, function: str) -> int:
+        """The last one: of functions that encode images the first."""
+        having = [i for i, device in enumerate(self.stages) if function in device.manifest["functions"]]
+        return having[-1]
 
     def _until(self, step: _Step) -> None:
         """Waits for a step, and serves all GPUs meanwhile."""
@@ -242,7 +248,7 @@ class StagedDevice(SeveralGpus):
         """Returns the stage that may begin a part now."""
         step, stage.current = stage.current, None
         assert step
-        if stage is not self._stages[-1]:
+        if stage.number < self._last(step.function):
             following = self._stages[stage.number + 1]
             following.waiting.append(step)
             return following
@@ -263,7 +269,9 @@ class StagedDevice(SeveralGpus):
         return True
 
     def _outputs(self, step: _Step) -> dict[str, np.ndarray]:
-        """What the last stage has computed."""
+        """What the last stage has computed; features of images are read by parts."""
+        if is_encoder(step.function):
+            return {}
         function = self.manifest["functions"][step.function]
         flags = next((values for name, values in reversed([*step.inputs, *step.late]) if name == "sampling"), None)
         logprobs = flags is not None and (flags[:, FIELDS.index("flags")] & LOGPROB).any()

@@ -48,10 +48,11 @@ class ImageEncoder:
         self._written: tuple[int, list[tuple[int, int]]] | None = None
         self._putting: list[Future] = []  # of `_put`
         self._writing: list[Future] = []  # of `_memory`
-        self._columns = artifact.manifest["io"][ENCODED]["shape"][1]
+        entry = artifact.manifest["io"][ENCODED]
+        self._columns, self._type = entry["shape"][1], np.dtype(entry["dtype"])
 
     def encode(self, images: Sequence[PreparedImage]) -> list[np.ndarray]:
-        """Of each image float32 [rows, columns]. UserError for an image that the encoder cannot take."""
+        """Of each image float32 or float16 [rows, columns]. UserError for an image that the encoder cannot take."""
         return [*chain(*self._runs(self._groups(images, self.most, min(self.most, _AT_ONCE))))]
 
     def pieces(self, images: Sequence[PreparedImage]) -> Generator[None, None, list[np.ndarray]]:
@@ -173,7 +174,7 @@ class ImageEncoder:
     def _memory(self, run: "_Run") -> list[np.ndarray]:
         """For the features of each image, written once by threads: the system hands it out then, while the device
         computes, and not while the features are copied."""
-        found = [np.empty((shape.of.rows // self._each, self._columns), np.float32) for shape in run.shapes]
+        found = [np.empty((shape.of.rows // self._each, self._columns), self._type) for shape in run.shapes]
         parts = [np.array_split(rows, max(1, rows.nbytes // _PART)) for rows in found]
         self._writing = [_THREADS.submit(part.fill, 0.0) for part in chain(*parts)]
         return found
@@ -181,7 +182,7 @@ class ImageEncoder:
     def _features(self, run: "_Run", found: list[np.ndarray]) -> list[np.ndarray]:
         """Those of each image, once the run is done, in `_memory`."""
         each, columns, groups = self._each, self._columns, run.starts[-1] // self._each
-        at_once, part = (max(1, size // (4 * columns)) for size in (_READ, _PART))
+        at_once, part = (max(1, size // (self._type.itemsize * columns)) for size in (_READ, _PART))
         _wait(self._writing)
         copies = []
         for first in range(0, groups, at_once):

@@ -1,4 +1,4 @@
-"""What an encoder made of images: features float32 [rows, columns] by the image's key, those that were used last.
+"""What an encoder made of images: features [rows, columns] by the image's key, those that were used last.
 
 Requests have their images, so features that are not here any more are computed again."""
 
@@ -12,12 +12,12 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.images.prepared import PreparedImage
 from mlc_amd.runtime.images.rows import ImagePart
 
-LIMIT = 512 << 20  # bytes: of a model of 4096 columns with three layers of deepstack, 8192 rows
+LIMIT = 512 << 20  # bytes: of a model of 4096 columns with three layers of deepstack 8192 rows of float32
 
 
 class Encoder(Protocol):
     def pieces(self, images: Sequence[PreparedImage]) -> Generator[None, None, list[np.ndarray]]:
-        """Encodes images in pieces, each of about a step's time. Returns float32 [rows, columns] of each."""
+        """Encodes images in pieces, each of about a step's time. Returns [rows, columns] of each."""
         ...
 
 
@@ -44,10 +44,10 @@ class Features:
         if self.encoder is None:
             raise UserError("this model takes no images: compile it with its file of the encoder (--mmproj)")
         missing, rows = list({image.key: image for image in images if image not in self}.values()), 0
-        columns = max((found.shape[1] for found in self._found.values()), default=0)
+        size = max((found.nbytes // len(found) for found in self._found.values()), default=0)
         for count, image in enumerate(missing):
             rows += image.rows
-            if count and (not columns or rows * columns * 4 > self._limit // 2):
+            if count and (not size or rows * size > self._limit // 2):
                 missing = missing[:count]
                 break
         found = yield from self.encoder.pieces(missing)
@@ -60,12 +60,14 @@ class Features:
             pass
 
     def rows(self, parts: Iterable[ImagePart], first: int, live: int) -> np.ndarray:
-        """float32 [live, columns] for a step whose chunk begins with row `first`; zeros in the rows of texts."""
+        """[live, columns] for a step whose chunk begins with row `first`; zeros in the rows of texts."""
         found = None
         for row, image, begin, count in parts:
             own = self._found[image.key]
             self._found.move_to_end(image.key)
-            found = np.zeros((live, own.shape[1]), np.float32) if found is None else found
+            if count == live:  # large images fill chunks
+                return own[begin : begin + count]
+            found = np.zeros((live, own.shape[1]), own.dtype) if found is None else found
             found[first + row : first + row + count] = own[begin : begin + count]
         assert found is not None, "a chunk with rows of an image"
         return found

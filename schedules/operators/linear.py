@@ -18,8 +18,8 @@ SCALE_SLOT = Slot("output", ("NewScale",))  # of a norm, for the layers that com
 
 @dataclass(frozen=True, kw_only=True)
 class Embed(Operator, name="embed", sizes="{0.fmt}"):
-    """Rows of the embedding table times `scale`: (tokens int32 [m], [features float32 [m, features]], table) ->
-    float32 [m, k]. features: a negative token's row is the first k columns of its own (0: there are none)."""
+    """Rows of the embedding table times `scale`: (tokens int32 [m], [features [m, features]], table) -> float32 [m, k].
+    features: a negative token's row is the first k columns of its own (0: there are none); of: their dtype."""
 
     fmt: str
     vocab: int
@@ -27,6 +27,7 @@ class Embed(Operator, name="embed", sizes="{0.fmt}"):
     m: int
     scale: float = 1.0
     features: int = 0
+    of: str = "float32"
 
     def slots(self) -> Iterator[Slot]:
         yield from (STATE_SLOT, Slot("input", ("tokens",)))

@@ -125,6 +125,16 @@ def test_functions_of_one_number(target, tmp_path):
         np.testing.assert_allclose(row, reference(exact)[0], rtol=1e-6, atol=1e-6, err_msg=name)
 
 
+def test_functions_of_cpus_are_no_calls(tmp_path):
+    """They take a number at a time."""
+    x = normal(4, 64)
+    ops = [R.nn.silu, R.tanh, R.erf, lambda x: R.power(x, float_const(0.7))]
+    made = compiled(module({"x": x}, lambda bb, x: chain(bb, lambda _: x, *ops)), {"x": x}, "cpu", "native", tmp_path)
+    library = (made.folder / "kernels.so").read_bytes()
+    assert b"memcpy" in library or b"pthread" in library  # names of what it calls
+    assert not [name for name in (b"expf", b"tanhf", b"erff", b"powf") if name in library]
+
+
 def test_limits(target, tmp_path):
     """What has no finite result, or none that float32 can hold."""
     x = np.array([[0, -0.0, 100, -100, 88.5, -90, np.inf, -np.inf, np.nan, 3e38, 1e-40]], np.float32)

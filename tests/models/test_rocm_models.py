@@ -7,18 +7,22 @@ import architectures
 import numpy as np
 import pytest
 import reference
-from emulator_suite import MAX_KL, check_architecture, check_model, emulated_device
+import vision_models
+from emulator_suite import MAX_KL, check_architecture, check_model, compiled_functions, emulated_device
 from few_functions import few_functions
 from hip_tensor import machine
 from samples import sample
 
 from mlc_amd.compiler.codegen import hsaco
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
+from mlc_amd.compiler.gguf.mmproj import VisionFile
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.images.encoder import ImageEncoder
+from mlc_amd.runtime.images.prepared import PreparedImage
 from mlc_amd.runtime.options import CompileOptions, RunOptions
 from mlc_amd.schedules.gpu.base.step import FEW
 from mlc_amd.schedules.gpu.linear import gemm_matrix, gemm_matrix_int8, norm_place
@@ -216,6 +220,43 @@ def test_exact_logits_in_the_emulator(shared, emulator, tmp_path, name, arch, mo
     engine = Engine(artifact, emulated_device(artifact, arch, emulator))
     made = np.stack([engine.prefill(exact["ids"][:17]), engine.decode(int(exact["ids"][17]))])
     assert kl_divergence(exact["logits"][np.isin(exact["positions"], (16, 17))], made) < MAX_KL
+
+
+@pytest.mark.full
+@pytest.mark.emulator
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942"])
+def test_image_encoder_in_the_emulator(emulator, tmp_path, arch, monkeypatch):
+    """Float16 matrices and two packed images, on matrix units, against llama.cpp's features of float32 ones."""
+    monkeypatch.setenv("MLC_AMD_GRAPH", "0")
+    artifact = seeing_artifact(tmp_path, arch)
+    pixels = vision_models.pixels("gemma3")
+    images = [PreparedImage.of(one, 16, (1, 16), "") for one in (pixels[:, ::-1], pixels)]
+    _, found = ImageEncoder(artifact, emulated_device(artifact, arch, emulator)).encode(images)
+    expected = vision_models.features("gemma3")
+    assert found.dtype == np.float16
+    assert np.linalg.norm(found - expected) < 2e-3 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("arch", sample(["gfx1100", "gfx942"], ["gfx1100"]))
+def test_kernels_of_an_image_encoder(tmp_path, arch):
+    """Neither scratch memory nor spilled registers; products and attention on matrix units."""
+    artifact = seeing_artifact(tmp_path, arch)
+    launches, functions = artifact.manifest["launches"][arch], artifact.manifest["functions"]
+    called = {step["kernel"] for name, one in functions.items() if name.startswith("image") for step in one["launches"]}
+    steps = {step["symbol"] for name in called for step in launches[name]["steps"]}
+    kernels = hsaco.parse((artifact.path / artifact.manifest["libraries"][arch]).read_bytes()).kernels
+    assert not [kernels[name] for name in steps if kernels[name].scratch or kernels[name].vgpr_spills]
+    text = gzip.decompress((artifact.path / f"kernels-{arch}.s.gz").read_bytes()).decode()
+    multiplied = {name.split("_")[0] for name in steps if hsaco.instructions(text, name).matrix}
+    assert multiplied >= {"linear", "packed"}
+
+
+def seeing_artifact(folder, arch) -> Artifact:
+    """A model whose image encoder has float16 matrices."""
+    vision_models.write(folder / "mmproj.gguf", "gemma3", np.float16)
+    model = synthetic("tiny-qwen2:f16", keys=vision_models.DECODER)
+    model.add_vision(VisionFile(folder / "mmproj.gguf"))
+    return compiled_functions(model, arch, folder / "model")
 
 
 @pytest.mark.full

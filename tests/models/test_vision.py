@@ -18,9 +18,11 @@ from mlc_amd.compiler.gguf.mmproj import VisionFile
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.devices.opening import open_device
+from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.images.encoder import ImageEncoder
 from mlc_amd.runtime.images.prepared import PreparedImage
+from mlc_amd.runtime.images.rows import ImagePart, Prompt
 from mlc_amd.runtime.options import CompileOptions
 
 
@@ -71,6 +73,24 @@ def test_features_of_a_vulkan_device(tmp_path):
     finally:
         device.close()
     assert error_of(found, expected) < 1e-5
+
+
+def test_features_of_16_bits(tmp_path):
+    """A GPU hands over those of an encoder whose matrices are float16 with as many bits, and its decoder takes them."""
+    vulkan_harness.gpu()
+    vision_models.write(tmp_path / "mmproj.gguf", "qwen3vl_merger", np.float16)
+    expected, rows = vision_models.pixels("qwen3vl_merger"), 18
+    image, found, logits = PreparedImage.of(expected, rows, (3, 6), ""), {}, {}
+    for target, arch in (("cpu", "native"), ("vulkan", "lavapipe")):
+        with few_functions():
+            artifact = compiled(tmp_path / target, tmp_path / "mmproj.gguf", target, arch)
+        artifact.close()
+        with Engine.load(tmp_path / target) as engine:
+            logits[target] = engine.prefill(Prompt.of([[5, 9], image, [7]])).copy()
+            found[target] = engine.features.rows([ImagePart(0, image, 0, rows)], 0, rows)
+    assert found["cpu"].dtype == np.float32 and found["vulkan"].dtype == np.float16
+    assert error_of(found["vulkan"], found["cpu"]) < 4e-4
+    assert error_of(logits["vulkan"], logits["cpu"]) < 1e-3
 
 
 def test_an_image_that_does_not_fit_is_refused(tmp_path):

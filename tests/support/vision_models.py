@@ -32,8 +32,8 @@ def write_pair(folder: Path) -> None:
     write(folder / "mmproj.gguf", "gemma3")
 
 
-def write(path: Path, projector: str, **changes: object) -> None:
-    """changes: of the metadata, "embedding_length" and the like; None leaves a key out."""
+def write(path: Path, projector: str, dtype=np.float32, **changes: object) -> None:
+    """dtype: of matrices; changes: of the metadata, "embedding_length" and the like; None leaves a key out."""
     random = np.random.default_rng(len(projector))
     own, _ = ENCODERS[projector]
     writer = gguf.GGUFWriter(path, "clip")
@@ -56,7 +56,8 @@ def write(path: Path, projector: str, **changes: object) -> None:
 
     def add(name: str, *shape: int, mean: float = 0.0, scale: float = 0.0) -> None:
         scale = scale or (1.2 / math.sqrt(math.prod(shape[1:])) if len(shape) > 1 else 0.1)
-        writer.add_tensor(name, (mean + scale * random.standard_normal(shape)).astype(np.float32))
+        values = mean + scale * random.standard_normal(shape)
+        writer.add_tensor(name, values.astype(dtype if len(shape) > 1 else np.float32))
 
     def linear(name: str, rows: int, columns: int) -> None:
         add(f"{name}.weight", rows, columns)

@@ -35,9 +35,7 @@ def encoder(g: VisionGraph):
             block = f"v.deepstack.{i}."
             deep.append(mlp(g, g.norm(g.merged(x), block + "norm"), block + "fc1", block + "fc2"))
     y = projectors()[c.projector].project(g, g.optional_norm(x, "v.post_ln"))
-    for one in deep:
-        y = g.joined(y, one)
-    return y
+    return g.made(g.joined(y, *deep))
 
 
 def attention(g: VisionGraph, x, i: int):

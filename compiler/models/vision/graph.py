@@ -12,6 +12,7 @@ from tvm import relax, te
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.models.graph import BLOCK, ONES, OPS, Graph
+from mlc_amd.compiler.models.images import features_type
 from mlc_amd.compiler.models.vision.config import NEIGHBOURS, VisionConfig
 from mlc_amd.compiler.ops import shape_of, tensor_type
 from mlc_amd.runtime.errors import UserError
@@ -186,6 +187,12 @@ class VisionGraph(Graph):
             return te.compute((m // 4, NEIGHBOURS * k), element, "gathered")
 
         return self.linear(self.bb.emit_te(gather, table, x, primfunc_name_hint="gather_neighbours"), name)
+
+    def made(self, x) -> relax.Var:
+        """Features as the host gets them."""
+        if features_type(self.model, self.target) == "float32":
+            return x
+        return self.bb.emit(OPS.astype(self.bb.emit(OPS.clip(x, -HALF_MAX, HALF_MAX)), "float16"))
 
     def subtract(self, x, y) -> relax.Var:
         return self.bb.emit(OPS.subtract(x, y))

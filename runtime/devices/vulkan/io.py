@@ -34,7 +34,7 @@ class _Inputs:
         }
         self.stale = True  # the host has written inputs since they were put here
         # tables whose first rows the host has written since they were put here, and how many
-        self.dirty = {name: entries[name]["shape"][0] for name in tables}
+        self.dirty = {name: entries[name]["shape"][0] for name in tables if name not in PATCHES}
         # what copies the first rows of tables to where kernels find them
         self.renew: dict[tuple[str, int], ctypes.Structure] = {}
 
@@ -62,9 +62,10 @@ class Io:
     """places: name -> (block, offset) of each buffer, for kernels. blocks: those that must be zeroed before use.
     copies: whether what the host writes is copied for kernels.
 
-    What the host writes is kept here, and put into memory that the GPU reads when a run is submitted. Runs that start
-    while another one is in progress have a *slot* of memory for their inputs and chosen tokens (run_queue.py), from and
-    to which they copy them. Their other outputs stay on the GPU until they are read. `slot` is None for other runs.
+    What the host writes is kept here, and put into memory that the GPU reads when a run is submitted; only PATCHES go
+    there at once, which no run in progress reads. Runs that start while another one is in progress have a *slot* of
+    memory for their inputs and chosen tokens (run_queue.py), from and to which they copy them. Their other outputs stay
+    on the GPU until they are read. `slot` is None for other runs.
     """
 
     def __init__(self, context: Context, memory: VulkanMemory, entries: Mapping[str, Mapping]):
@@ -87,7 +88,11 @@ class Io:
             **{name: (table_copy or block, offset) for name, (block, offset) in own.table_places.items()},
         }
         self._written = np.zeros(own.block.nbytes, np.uint8)  # all inputs
-        self._host = {name: np.zeros(entries[name]["shape"], entries[name]["dtype"]) for name in self._table_sizes}
+        self._host = {name: own.views[name] for name in self._table_sizes if name in PATCHES}
+        for array in self._host.values():
+            array[...] = 0
+        kept = self._table_sizes.keys() - self._host.keys()
+        self._host |= {name: np.zeros(entries[name]["shape"], entries[name]["dtype"]) for name in kept}
         for name, (_, offset) in own.places.items():
             written = self._written[offset : offset + sizes[name]]
             self._host[name] = written.view(entries[name]["dtype"]).reshape(entries[name]["shape"])
@@ -175,7 +180,7 @@ class Io:
             for inputs in self._inputs.values():
                 inputs.stale = True
         else:
-            for inputs in (one for one in self._inputs.values() if name in one.table_places):
+            for inputs in (one for one in self._inputs.values() if name in one.table_places and name not in PATCHES):
                 inputs.dirty[name] = max(inputs.dirty.get(name, 0), len(values))
             self._stale[name] = max(self._stale.get(name, 1), len(values))
 

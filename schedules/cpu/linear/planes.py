@@ -136,7 +136,7 @@ QUAD = 4
 
 @registry.builds(Embed)
 def embed(op: Embed, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], tokens int32[m], [features float32 [m, features]], planes of the [vocab, k] table, X
+    """Kernel (state int32[4], tokens int32[m], [features [m, features]], planes of the [vocab, k] table, X
     float32 [m, k]): X[i] = table[tokens[i]] * scale for live i, or the row of features of a negative token. Token ids
     outside the vocabulary read its first or last row (nothing out of bounds). UserError when the format does not allow
     k."""
@@ -146,7 +146,7 @@ def embed(op: Embed, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
     chunks = next(n for n in (16, 8, 4, 2, 1) if k // step % n == 0)
     with kernel(name) as (builder, state):
         tokens = T.arg("tokens", T.buffer((m,), "int32"))
-        features = T.arg("features", T.buffer((m, op.features), "float32")) if op.features else None
+        features = T.arg("features", T.buffer((m, op.features), op.of)) if op.features else None
         table = emit_planes(op.fmt, op.vocab, k)
         X = T.arg("X", T.buffer((m, k), "float32"))
         with T.parallel(live_rows(state, m) * chunks) as task:
@@ -168,7 +168,7 @@ def embed(op: Embed, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
             else:
                 with T.If(tokens[token] < 0):
                     with T.Then():
-                        store(lambda column: features[token, column])
+                        store(lambda column: T.cast(features[token, column], "float32"))
                     with T.Else():
                         store(of_table)
     return builder.get()

@@ -123,7 +123,7 @@ def embed(op: Embed, arch: Device, state: Buffer, plan: ThreadsPlan | None) -> N
     UserError when the format does not allow k."""
     k, m, threads = op.k, op.m, threads_of(arch, plan)
     tokens = T.arg("tokens", T.buffer((m,), "int32"))
-    features = T.arg("features", T.buffer((m, op.features), "float32")) if op.features else None
+    features = T.arg("features", T.buffer((m, op.features), op.of)) if op.features else None
     table = plane_args(op.fmt, op.vocab, k)
     X = T.arg("X", T.buffer((m, k), "float32"))
     with launch((-(-k // threads), m), (threads,)) as (chunk, token, thread):
@@ -133,7 +133,7 @@ def embed(op: Embed, arch: Device, state: Buffer, plan: ThreadsPlan | None) -> N
             x = decode(op.fmt, table, row, column)
             x = x if op.scale == 1.0 else x * T.float32(op.scale)
             if features is not None:
-                x = T.if_then_else(tokens[token] < 0, features[token, column], x)
+                x = T.if_then_else(tokens[token] < 0, T.cast(features[token, column], "float32"), x)
             T.buffer_store(X, x, [token, column])
 
 

@@ -10,7 +10,10 @@ import re
 from dataclasses import replace
 
 import encoders
+import numpy as np
 import pytest
+import vision_models
+from few_functions import few_functions
 from samples import sample
 from workloads import built, gate_up_op, linear_op, operator
 
@@ -18,6 +21,7 @@ from mlc_amd.compiler.codegen import radv, spirv_reader
 from mlc_amd.compiler.codegen.gpu_target import GpuTarget
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.compiler.gguf import synthetic
+from mlc_amd.compiler.gguf.mmproj import VisionFile
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.errors import UserError
@@ -362,15 +366,31 @@ def test_attention_of_packed_rows_on_matrices_uses_no_scratch(arch, d):
         assert compiled.kernel.scratch == compiled.kernel.vgpr_spills == 0, compiled.kernel
 
 
-@pytest.mark.parametrize("name", sample(["bert", "modern-bert"], ["bert"]))
-def test_an_encoder(name, tmp_path):
-    """All kernels of the functions of 64 and 512 rows: none spills."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GpuTarget, "encoder_rows", (64, 512))
-        compile_model(encoders.tiny(name, "q8_0"), tmp_path / name, CompileOptions(target="vulkan", arch=ARCH))
-    (code,) = inspect_vulkan.of_artifact(Artifact.open(tmp_path / name))
+def check_encoder(folder):
+    """None of its kernels spills."""
+    (code,) = inspect_vulkan.of_artifact(Artifact.open(folder))
     if code.report is None:
         pytest.skip(code.missing)
     kernels = [kernel for kernel in code.describe()["kernels"] if "vgprs" in kernel]
     assert any("packed_attention" in kernel["name"] for kernel in kernels)
     assert not [k["name"] for k in kernels if k["scratch"] or k["vgpr_spills"] or k["sgpr_spills"]]
+
+
+@pytest.mark.parametrize("name", sample(["bert", "modern-bert"], ["bert"]))
+def test_an_encoder(name, tmp_path):
+    """All kernels of the functions of 64 and 512 rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GpuTarget, "encoder_rows", (64, 512))
+        compile_model(encoders.tiny(name, "q8_0"), tmp_path / name, CompileOptions(target="vulkan", arch=ARCH))
+    check_encoder(tmp_path / name)
+
+
+@pytest.mark.parametrize("arch", sample([ARCH, "rdna3", "rdna4"], [ARCH]))
+def test_an_image_encoder(arch, tmp_path):
+    """Of float16 matrices, whose features are float16."""
+    vision_models.write(tmp_path / "mmproj.gguf", "qwen3vl_merger", np.float16)
+    model = synthetic("tiny-qwen2:f16", keys=vision_models.DECODER)
+    model.add_vision(VisionFile(tmp_path / "mmproj.gguf"))
+    with few_functions():
+        compile_model(model, tmp_path / "model", CompileOptions(target="vulkan", arch=arch, ctx=64))
+    check_encoder(tmp_path / "model")

@@ -75,3 +75,12 @@ def test_features_that_were_used_last_are_kept():
     assert A in kept and B not in kept
     kept.add(image(1, (1, 1), 3), np.zeros((1, 500), np.float32))
     assert image(1, (1, 1), 3) in kept and A not in kept
+
+
+def test_features_that_fill_a_chunk_are_not_copied():
+    kept, features = Features(), np.arange(60, dtype=np.float16).reshape(6, 10)
+    kept.add(A, features)
+    parts = list(rows_of().parts(2, 6))
+    assert np.shares_memory(kept.rows(parts, 0, 6), features)
+    among = kept.rows(parts, 2, 9)
+    assert (among[2:8] == features).all() and not among[[0, 1, 8]].any() and among.dtype == np.float16
