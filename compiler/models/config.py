@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from mlc_amd.compiler.models.draft_config import DraftConfig, PredictorConfig
 from mlc_amd.compiler.models.encoder_config import EncoderConfig
 from mlc_amd.compiler.models.recurrent_config import Recurrent
+from mlc_amd.compiler.models.stream_config import Streams
 
 BARE = "bare"  # ModelConfig.embedding_norm
 POSITION = 8  # columns of a key's position: where ALiBi is a part of q . k
@@ -85,7 +86,9 @@ class IndexerConfig:
     heads: int
     dim: int  # columns of a key
     used: int
-    rope: str  # key of ModelConfig.ropes, of the leading columns
+    rope: str  # key of ModelConfig.ropes, of the leading columns, or the last ones
+    last: bool = False
+    eps: float = 1e-6  # of the keys' norm
     own: bool = True  # False: the layer takes the choice of the last one that has its own
 
 
@@ -185,9 +188,11 @@ class ExpertsConfig:
     count: int
     used: int
     size: int  # columns between gate/up and down
-    act: str = "silu"  # or "gelu", "swiglu_oai" (gpt-oss), "relu" (see `gated`), "gelu_alone" (of up), "silu_max_7.0"
+    act: str = "silu"  # or "gelu", "swiglu_oai" (gpt-oss), "relu" (see `gated`), "gelu_alone" (of up), or with numbers
     gated: bool = True  # False: there is no gate, and up stands for it: relu(up x) * (up x) is the square of relu(up x)
     latent: int = 0  # columns that ffn_latent_down makes of x for the experts, and ffn_latent_up of theirs; 0: as x
+    latent_name: str = "latent"  # in the names of these
+    latent_norm: bool = False  # ffn_latent_norm: RMS norm of the experts' sum
     gating: str = "softmax"
     normalize: bool = True  # weights are divided by their sum
     scale: float = 1.0  # on the weights, after that
@@ -275,6 +280,7 @@ class ModelConfig:
     logit_softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: none
     layer_embedding: int = 0  # columns of a second embedding of each token, one for each layer (gemma4); 0: none
     unused: tuple[str, ...] = ()  # tensors of the file that are not read
+    streams: Streams | None = None  # in place of x + block(x)
     encoder: EncoderConfig | None = None
     draft: DraftConfig | None = None  # whose layers follow the model's own
 

@@ -14,7 +14,7 @@ from mlc_amd.compiler.ops import shape_of
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.operators import Embed
 from mlc_amd.schedules.operators.attention import PAGE
-from mlc_amd.schedules.operators.experts import limit_of
+from mlc_amd.schedules.operators.experts import CUT, SITU, numbers_of
 from mlc_amd.schedules.operators.layouts import padded
 
 if TYPE_CHECKING:
@@ -137,13 +137,17 @@ def _check_length(g: Graph, a: AttentionConfig) -> None:
 
 def activated(g: Graph, gate, up, act: str) -> tuple:
     """The two factors before a block's last matrix."""
-    limit, cut = limit_of(act)
+    kind, numbers = numbers_of(act)
     if act == "swiglu_oai":  # gpt-oss
         gate = g.bb.emit(OPS.minimum(gate, relax.const(OAI_LIMIT, "float32")))
         up = g.bb.emit(OPS.add(clamped(g, up, OAI_LIMIT), relax.const(1.0, "float32")))
         return g.multiply(gate, g.bb.emit(OPS.sigmoid(g.scaled(gate, OAI_SLOPE)))), up
-    if not limit:
+    if not numbers:
         return g.activation(gate, act), up
+    if kind == SITU:
+        up = g.softcap(up, numbers[1]) if numbers[1] else up
+        return g.multiply(g.softcap(gate, numbers[0]), g.bb.emit(OPS.sigmoid(gate))), up
+    limit, cut = numbers[0], kind == CUT
     most = relax.const(limit, "float32")
     gate = gate if cut else g.bb.emit(OPS.minimum(gate, most))
     y = g.activation(gate, "silu")

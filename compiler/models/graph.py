@@ -82,6 +82,7 @@ class Graph:
     hidden: dict[int, relax.Var] = field(default_factory=dict)  # inputs of layers, once they are emitted
     drafted: relax.Var | None = None  # of transformer.predictor
     input: relax.Var | None = None  # the rows before the first layer
+    checkpoints: list[relax.Var] = field(default_factory=list)  # of CheckpointConfig, kept so far
     chosen: relax.Var | None = None  # of indexers.selected, by the last layer that chose
 
     def __post_init__(self):
@@ -293,13 +294,15 @@ class Graph:
         """Head norms, RoPE, KV write and causal attention, as the layer's AttentionConfig describes them."""
         if self.config.encoder:
             return packed.attention(self, q, k, v, layer)
-        a, block = self.config.layers[layer].attention, f"blk.{layer}."
+        a = self.config.layers[layer].attention
         assert a, "a layer with attention"
         if a.temperature and self.ctx + a.temperature.offset > a.temperature.length:
             q = self.scaled_by_position(q, TEMPERATURES)
         q, cache = self._rotated(a, q, k, v, layer)
-        sinks = [self.vector(f"{block}attn_sinks.weight", exact=True)] if a.sinks else []
-        return self._attended(a, q, cache, sinks)
+        return self._attended(a, q, cache, self._sinks(a, layer))
+
+    def _sinks(self, a: AttentionConfig, layer: int) -> list[relax.Var]:
+        return [self.vector(f"blk.{layer}.attn_sinks.weight", exact=True)] if a.sinks else []
 
     def write_keys(self, k, v, layer: int) -> list[relax.Var]:
         """Writes keys and values of a layer, as `attention` does, and returns its cache."""
@@ -347,10 +350,11 @@ class Graph:
         op = LatentKvWrite(layer=layer_of, rope=rotation, m=self.m, query_dtype=self.target.query_dtype)
         written = self.emit(op, sources)
         q, *cache = (self.bb.emit(relax.TupleGetItem(written, i)) for i in range(1 + len(cache)))
+        sinks = self._sinks(a, layer)
         if ids is not None:
             op = SelectedAttention(layer=layer_of, used=shape_of(ids)[1], m=self.m)
-            return self.emit(op, [self.rows, pages, q, ids, *cache])
-        return self._attended(a, q, cache, [])
+            return self.emit(op, [self.rows, pages, q, ids, *cache, *sinks])
+        return self._attended(a, q, cache, sinks)
 
     def _attended(self, a: AttentionConfig, q, cache, sinks) -> relax.Var:
         """Attention of rotated queries with the cache, which has the rows' own keys."""

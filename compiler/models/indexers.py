@@ -14,8 +14,6 @@ from mlc_amd.schedules.operators import LayerNorm
 if TYPE_CHECKING:
     from mlc_amd.compiler.models.graph import Graph
 
-EPS = 1e-6  # of the norm of its keys
-
 
 def selected(g: Graph, h, latent, i: int) -> relax.Var | None:
     """The keys that each row of layer i sees, int32 [m, used]; None: all. h: the layer's rows; latent: of its
@@ -30,9 +28,9 @@ def selected(g: Graph, h, latent, i: int) -> relax.Var | None:
         return g.chosen
     rope, table = g.config.ropes[of.rope], g.parameters[f"{of.rope}.table"][0]
     q, k = g.linear(latent, block + "attn_q_b.weight"), g.linear(h, block + "attn_k.weight")
-    norm = LayerNorm(k=of.dim, m=g.m, eps=EPS, bias=True, rows="all", layout="")
+    norm = LayerNorm(k=of.dim, m=g.m, eps=of.eps, bias=True, rows="all", layout="")
     k = g.emit(norm, [g.columns(k, 0, of.dim), g.vector(block + "k_norm.weight"), g.vector(block + "k_norm.bias")])
-    q, k = (packed.rotated(g, x, table, of.dim, rope) for x in (q, k))
+    q, k = (packed.rotated(g, x, table, of.dim, rope, of.dim - rope.dim if of.last else 0) for x in (q, k))
     w = g.linear(h, block + "proj.weight", exact=True)
     cache = g.parameters[f"ik.{i}"][0]
     found = g.emit(operator(a, g.ctx, shape_of(q)[0]), [g.rows, g.pages(0), q, w, k, cache])

@@ -73,13 +73,16 @@ class ChannelDeltaConfig:
         M += k d^T, d = sigmoid(ssm_beta h) * (v - M^T k); y = M^T q
 
     with q divided by sqrt(head_dim), and attn_output (norm(y) * sigmoid(ssm_g_b ssm_g_a h)), a norm of each head. With
-    a bound there are neither ssm_f_b nor ssm_g_b, and M *= exp(bound * sigmoid(ssm_a * (ssm_f_a h + ssm_dt))).
+    a bound M *= exp(bound * sigmoid(sign * ssm_a * (ssm_f_b ssm_f_a h + ssm_dt))).
     """
 
     heads: int
     head_dim: int  # columns of a head of q, k and v, and between ssm_f_a and ssm_f_b, ssm_g_a and ssm_g_b
     taps: int  # of the convolutions
     bound: float = 0.0  # of the exponent of decays, negative; 0: there is none
+    sign: float = 1.0  # -1: ssm_a is negative, and has one dimension
+    decays: tuple[str, ...] = ("ssm_f_a", "ssm_f_b")  # the matrices that make them of h, or the only one
+    gates: tuple[str, ...] = ("ssm_g_a", "ssm_g_b")
 
     @property
     def columns(self) -> int:

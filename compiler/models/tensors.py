@@ -22,6 +22,7 @@ from mlc_amd.compiler.models.config import (
 from mlc_amd.compiler.models.draft_config import PredictorConfig
 from mlc_amd.compiler.models.encoder_config import EncoderConfig
 from mlc_amd.compiler.models.recurrent_tensors import BLOCK, Listed, Part, Shape
+from mlc_amd.compiler.models.stream_config import ATTENTION, FEED_FORWARD
 
 
 def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
@@ -41,6 +42,8 @@ def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     for i, layer in enumerate(c.layers):
         for name, shape in layer_tensors(c, layer):
             yield f"blk.{i}.{name}", shape
+    if c.streams:
+        yield from c.streams.tensors("output_hc", c.hidden)
     if c.output_norm:
         yield from _norm(c, c.output_norm)
     if not c.tied:
@@ -53,6 +56,9 @@ def layer_tensors(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str
     for mixer in layer.mixers:
         yield from _present(_MIXERS[type(mixer)](config.hidden, mixer))
     yield from _norms(config, layer.mixer_norms, "after", "joined", "again")
+    if config.streams:
+        for block in (ATTENTION, FEED_FORWARD):
+            yield from config.streams.tensors(f"hc_{block}", config.hidden)
     if layer.predictor:
         yield from _present(_predictor(config, layer.predictor))
     if layer.experts and layer.experts_norm:
@@ -133,6 +139,7 @@ def _latent(hidden: int, a: AttentionConfig, of: LatentConfig) -> Listed:
     yield not of.merged and of.nope > 0, "attn_k_b.weight", (a.heads, of.rank, of.nope)
     yield not of.merged, "attn_v_b.weight", (a.heads, of.value, of.rank)
     yield of.merged, "attn_kv_b.weight", (a.heads * (of.nope + of.value), of.rank)
+    yield a.sinks, "attn_sinks.weight", (a.heads,)
     yield True, "attn_output.weight", (hidden, a.heads * of.value)
     if (i := a.indexer) and i.own:
         yield True, "indexer.k_norm.weight", (i.dim,)
@@ -194,8 +201,9 @@ def _experts(hidden: int, e: ExpertsConfig) -> Listed:
     yield True, "ffn_gate_inp.weight", (e.count, hidden)
     yield e.selection_bias, e.bias_name, (e.count,)
     columns = e.latent or hidden
-    yield e.latent > 0, "ffn_latent_down.weight", (e.latent, hidden)
-    yield e.latent > 0, "ffn_latent_up.weight", (hidden, e.latent)
+    yield e.latent > 0, f"ffn_{e.latent_name}_down.weight", (e.latent, hidden)
+    yield e.latent > 0, f"ffn_{e.latent_name}_up.weight", (hidden, e.latent)
+    yield e.latent_norm, f"ffn_{e.latent_name}_norm.weight", (e.latent,)
     yield e.merged, "ffn_gate_up_exps.weight", (e.count, 2 * e.size, columns)
     for name in ("gate", "up") if e.gated else ("up",):
         yield not e.merged, f"ffn_{name}_exps.weight", (e.count, e.size, columns)

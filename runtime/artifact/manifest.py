@@ -26,7 +26,7 @@ from mlc_amd.runtime.exchange_layout import boxes
 from mlc_amd.runtime.gpus import Unit
 from mlc_amd.runtime.sampling.settings import SamplingChanges
 
-FORMAT_VERSION = 15
+FORMAT_VERSION = 16
 LINES = 4  # levels of the manifest whose values have a line each
 MANIFEST = "manifest.json"
 ADVICE = "compile the model again"
@@ -95,6 +95,7 @@ class ManifestModel(TypedDict):
     logit_softcap: float
     layer_embedding: _Count
     unused: list[str]
+    streams: dict[str, Any] | None
     encoder: ManifestEncoder | None
     draft: ManifestDraft | None
 

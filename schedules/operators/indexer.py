@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mlc_amd.schedules.operators.attention import PAGE, Attention
-from mlc_amd.schedules.operators.base import PAGES_SLOT, ROWS_SLOT, STATE_SLOT, Operator, Slot
+from mlc_amd.schedules.operators.base import PAGES_SLOT, ROWS_SLOT, STATE_SLOT, Operator, Slot, named
 from mlc_amd.schedules.operators.layouts import Tensor, padded
 
 
@@ -64,8 +64,8 @@ class SelectKeys(Operator, name="select_keys", sizes="{0.heads}x{0.d}_{0.used}")
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedAttention(Operator, name="selected_attention", sizes="{0.layer.heads}x{0.layer.d}_{0.used}"):
-    """Latent attention to chosen keys: (rows, pages, rotated q, ids int32 [m, used], cache) -> float32 [m, heads *
-    value_d]. ValueError for attention that is not latent."""
+    """Latent attention to chosen keys: (rows, pages, rotated q, ids int32 [m, used], cache, [sinks]) -> float32 [m,
+    heads * value_d]. ValueError for attention that is not latent."""
 
     layer: Attention
     used: int
@@ -79,6 +79,7 @@ class SelectedAttention(Operator, name="selected_attention", sizes="{0.layer.hea
 
     def slots(self) -> Iterator[Slot]:
         yield from (STATE_SLOT, ROWS_SLOT, PAGES_SLOT, Slot("input", ("Qo", "Ids")), Slot("cache", ("Kc",)))
+        yield from named("weight", Sinks=self.layer.sinks)
         yield Slot("output", ("Y",))
 
     def results(self) -> list[Tensor]:

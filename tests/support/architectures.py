@@ -272,6 +272,19 @@ LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "hunyuan-moe": (EXPERTS | {"feed_forward_length": 64}, ()),
     "hunyuan_vl": (SECTIONS, ()),
     "hy_v3": (_SHARED | {"expert_weights_norm": True}, ("blk.1.ffn_gate_inp.weight", "blk.1.exp_probs_b")),
+    "hy_v4": (
+        _INDEXED | {"block_count": 3, "attention.indexer.types": [1, 0, 1], "swiglu_clamp_exp": [0.5, 0.25, 1.0]}
+        | {"hyper_connection.count": 4, "hyper_connection.epsilon": 1e-6, "hyper_connection.magnitude": 2.0},
+        ("output.weight", *_SELECTION),
+    ),
+    "kimi-k3": (
+        _SHARED | {"block_count": 5, "attention.head_count_kv": [0, 1, 0, 0, 1], "ssm.conv_kernel": 4}
+        | {"kda.head_dim": 48, "kda.gate_lower_bound": -5.0, "rope.dimension_count": 16, "attn_res.block_size": 2}
+        | {"attention.q_lora_rank": 96, "attention.kv_lora_rank": 64, "attention.key_length": 80}
+        | {"attention.value_length": 64, "attention.key_length_mla": 48, "attention.value_length_mla": 32}
+        | {"activation.situ_beta": 2.0, "activation.situ_linear_beta": 3.0, "expert_latent_length": 64},
+        ("output.weight", *_SELECTION, "blk.*.attn_gate.weight", "blk.*.ffn_routed_norm.weight"),
+    ),
     "internlm2": ({}, ("output.weight",)),
     "jais": (
         {"attention.max_alibi_bias": 8.0},

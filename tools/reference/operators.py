@@ -277,8 +277,10 @@ def _selected_attention(c: Case) -> dict[str, Result]:
         ids = c.arrays["Ids"][row][: min(position + 1, c.op.used)]
         keys = kv.of_slot(pool, pages, slot, position + 1)[0, ids, : layer.d].astype(np.float64)
         scores = c.arrays["Qo"][row, :, : layer.d].astype(np.float64) @ keys.T
-        weights = np.exp2(scores - scores.max(-1, keepdims=True))
-        found[i] = weights @ keys[:, : layer.value_d] / weights.sum(-1, keepdims=True)
+        top = scores.max(-1, keepdims=True)
+        weights = np.exp2(scores - top)
+        sinks = np.exp(c.arrays["Sinks"][: layer.heads, None] - top * np.log(2)) if layer.sinks else 0.0
+        found[i] = weights @ keys[:, : layer.value_d] / (weights.sum(-1, keepdims=True) + sinks)
     return {"Y": Result(found.reshape(len(rows), -1), rows)}
 
 

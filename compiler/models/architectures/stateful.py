@@ -272,11 +272,11 @@ def _delta_net(keys: Keys, **variant) -> DeltaNetConfig:
             f"value heads ({value_heads}) must be a multiple of key heads ({key_heads}) to be compiled; use another "
             "model"
         )
-    _check_heads(keys, value_heads, size)
+    check_heads(keys, value_heads, size)
     return DeltaNetConfig(key_heads, value_heads, size, read_taps(keys, "ssm.conv_kernel"), **variant)
 
 
-def _check_heads(keys: Keys, heads: int, size: int) -> None:
+def check_heads(keys: Keys, heads: int, size: int) -> None:
     check_multiple(keys, "columns of a head of delta nets", size, VECTOR)
     check_multiple(keys, "columns of all heads of delta nets", heads * size)
 
@@ -287,7 +287,7 @@ def kimi_linear(keys: Keys) -> ModelConfig:
     without rotation; which, the number of KV heads says layer by layer. After a few dense layers experts beside a
     shared one."""
     heads, size = keys.at(0).integer("attention.head_count"), keys.integer("kda.head_dim")
-    _check_heads(keys, heads, size)
+    check_heads(keys, heads, size)
     delta = ChannelDeltaConfig(heads, size, read_taps(keys, "ssm.conv_kernel"))
     kv_heads = keys.integers("attention.head_count_kv", read_layers(keys), minimum=0)
     return read_uniform(
@@ -318,8 +318,9 @@ def bailingmoe3(keys: Keys) -> ModelConfig:
     if not keys.flag("kda.safe_gate", True) or not -math.inf < bound < 0.0:
         raise keys.error("decays without a bound are not known of bailingmoe3; convert the model again")
     heads, size = max(keys.integers("attention.head_count", len(kv_heads), minimum=0)), keys.integer("kda.head_dim")
-    _check_heads(keys, heads, size)
-    delta = ChannelDeltaConfig(heads, size, read_taps(keys, "ssm.conv_kernel"), bound)
+    check_heads(keys, heads, size)
+    taps = read_taps(keys, "ssm.conv_kernel")
+    delta = ChannelDeltaConfig(heads, size, taps, bound, decays=("ssm_f_a",), gates=("ssm_g_a",))
     predicting = predicting_layers(keys, known=False)
 
     def act(own: Keys, key: str) -> str:

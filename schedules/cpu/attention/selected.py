@@ -26,7 +26,7 @@ from mlc_amd.schedules.cpu.base.vector import (
     store,
     tree_add,
 )
-from mlc_amd.schedules.operators.attention import SLOTS
+from mlc_amd.schedules.operators.attention import LOG2E, SLOTS
 from mlc_amd.schedules.operators.indexer import SelectedAttention, SelectKeys
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
@@ -124,7 +124,7 @@ def _choose(op: SelectKeys, Order: Buffer, Ids: Buffer, row: Expr, last: Expr) -
 
 @registry.builds(SelectedAttention)
 def selected_attention(op: SelectedAttention, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows, pages, Qo, Ids, Kc, Y). A task has some heads of a row, which share the keys that
+    """Kernel (state int32[4], rows, pages, Qo, Ids, Kc, [Sinks], Y). A task has some heads of a row, which share the keys that
     it gathers."""
     spec, isa, width, values = op.layer, arch.isa, op.layer.width, op.layer.value_width
     heads = largest_divisor(MAX_HEADS, spec.heads)
@@ -134,7 +134,7 @@ def selected_attention(op: SelectedAttention, arch: Arch, name: str, plan: None 
         Q = T.arg("Qo", T.buffer((op.m, spec.heads, width), "float32"))
         (Ids,) = declared("int32", Ids=(op.m, op.used))
         cache.declare()
-        (Y,) = declared(Y=(op.m, spec.heads * spec.value_d))
+        sinks, Y = declared(Sinks=(spec.heads,) if spec.sinks else None, Y=(op.m, spec.heads * spec.value_d))
         live = live_rows(state, op.m)
         with T.parallel(live * parts) as task:
             row, first = opaque(task // parts), opaque(task % parts * heads)
@@ -143,8 +143,8 @@ def selected_attention(op: SelectedAttention, arch: Arch, name: str, plan: None 
             keys, scores = T.alloc_buffer((BLOCK, width), "float32"), registers(BLOCK)
             out, tops, totals = T.alloc_buffer((heads, values), "float32"), registers(heads), registers(heads)
             with T.serial(heads) as r:
-                store(tops, T.float32(FAR), r)
-                store(totals, T.float32(0), r)
+                store(tops, T.float32(FAR) if sinks is None else sinks[first + r] * T.float32(LOG2E), r)
+                store(totals, T.float32(0) if sinks is None else T.float32(1), r)
                 with T.serial(values // LANES) as c:
                     store(out, f32(0.0), r, at(c * LANES))
             with T.serial((count + BLOCK - 1) // BLOCK) as block:

@@ -8,7 +8,7 @@ positions in order. In attention a workgroup has a head of a row: a thread score
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention.attention_step import LOWEST
+from mlc_amd.schedules.gpu.attention.attention_step import LOWEST, with_sink
 from mlc_amd.schedules.gpu.attention.cache import KEYS, UNIT, Cache, clamped_position, is_at, place_args, row_slot
 from mlc_amd.schedules.gpu.base.device import barrier, exp2, fma, launch, maximum, rcp, wave_max
 from mlc_amd.schedules.gpu.base.norm import workgroup_sum
@@ -113,7 +113,7 @@ def _choose(op: SelectKeys, arch: Device, waves: int, buffers, row: Expr, last: 
 
 @builds(SelectedAttention)
 def selected_attention(op: SelectedAttention, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state, rows, pages, Qo, Ids, Kc, Y). ValueError for more keys than shared memory holds the scores of."""
+    """Kernel (state, rows, pages, Qo, Ids, Kc, [Sinks], Y). ValueError for more keys than shared memory holds the scores of."""
     spec, m, waves = op.layer, op.m, _waves(arch)
     threads = arch.wave * waves
     if 8 * op.used + 1024 > arch.lds:
@@ -121,7 +121,7 @@ def selected_attention(op: SelectedAttention, arch: Device, state: Buffer, plan:
     rows, pages = place_args(m, spec)
     Q = T.arg("Qo", T.buffer((m, spec.heads, spec.width), "float16"))
     (Ids,) = declared("int32", Ids=(m, op.used))
-    cache = Cache(spec, pages)
+    cache, sinks = Cache(spec, pages), declared(Sinks=(spec.heads,) if spec.sinks else None)[0]
     (Y,) = declared(Y=(m, spec.heads * spec.value_d))
     with launch((spec.heads, m), (arch.wave, waves)) as (head, row, lane, wave), if_live(state, m, row):
         thread, last = T.Bind(wave * arch.wave + lane), clamped_position(rows, row, spec.ctx)
@@ -164,7 +164,8 @@ def selected_attention(op: SelectedAttention, arch: Device, state: Buffer, plan:
                 weight = exp2(maximum(score - largest[0], T.float32(-120)))
                 put(scores, weight, number)
                 put(total, total[0] + weight, 0)
-        inverse = rcp(workgroup_sum(arch, waves, total[0], parts[1], wave, lane))
+        total = workgroup_sum(arch, waves, total[0], parts[1], wave, lane)
+        inverse = rcp(with_sink(sinks, head, total, largest[0], 0))
         for first in range(0, spec.value_d, threads):
             column, result = T.Bind(T.min(first + thread, T.int32(spec.value_d - 1))), filled(T.float32(0))
             with T.serial(count) as number:
