@@ -170,9 +170,12 @@ class Graph:
         """The columns of x, then those of the others."""
         return self.bb.emit(OPS.concat([x, *others], axis=1)) if others else x
 
-    def answers(self, x, name: str) -> relax.Var:
-        """The last norm, which keeps the rows whose logits the function returns: what follows computes no others."""
-        y = self.norm(x, name, rows=self.spec.answers)
+    def answers(self, x, *names: str) -> relax.Var:
+        """The last norm, which keeps the rows whose logits the function returns: what follows computes no others. Of
+        several names each is that of an equal part of the columns."""
+        n = shape_of(x)[1] // len(names)
+        parts = [self.norm(self.columns(x, i * n, n), name, rows=self.spec.answers) for i, name in enumerate(names)]
+        y = self.joined(*parts)
         if output_rows(self.spec.answers, self.m) not in (1, self.m):
             self.state = self.parameter("answers", "io", tensor_type((4,), "int32"))
         return y

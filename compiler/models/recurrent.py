@@ -67,7 +67,7 @@ def delta_net(g: Graph, h, i: int) -> list:
         eps=g.config.norm_eps,
     )  # fmt: skip
     y = g.run(op, [x, beta, alpha, *factors], i, "delta")
-    y = g.gate(y, gate, d.head_dim, silu=True, norm=block + "ssm_norm.weight")
+    y = g.gate(y, gate, d.head_dim, silu=not d.sigmoid, norm=block + "ssm_norm.weight")
     return [g.linear(y, block + "ssm_out.weight")]
 
 

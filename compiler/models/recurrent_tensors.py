@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from mlc_amd.compiler.models.recurrent_config import (
+    NGRAM_NORMS,
     NORMS,
     ChannelDeltaConfig,
     DeltaNetConfig,
@@ -65,6 +66,13 @@ def _delta_net(hidden: int, d: DeltaNetConfig) -> Listed:
     yield True, "ssm_a", (d.value_heads,)
     yield True, "ssm_norm.weight", (d.head_dim,)
     yield True, "ssm_out.weight", (hidden, d.values)
+    if n := d.ngrams:
+        columns = n.streams * hidden
+        yield True, "ple_key.weight", (columns, len(n.sizes) * n.dim)
+        yield True, "ple_value.weight", (hidden, len(n.sizes) * n.dim)
+        yield True, "ple_conv1d.weight", (columns, n.taps)
+        for name in NGRAM_NORMS:
+            yield True, f"ple_norm_{name}.weight", (n.streams, hidden)
 
 
 def _channel_delta(hidden: int, d: ChannelDeltaConfig) -> Listed:

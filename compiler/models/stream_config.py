@@ -40,6 +40,24 @@ class HyperConfig:
 
 
 @dataclass(frozen=True)
+class GatedConfig:
+    """So many streams X_i side by side, all the embedding at first (Qwen 4 Exp). N_i is the RMS norm of X_i, with weights
+    of its own. A block, and the output, reads the mean of N_i * sigmoid(up silu(down N / count)), of which N are all
+    columns; then X_i += 2 sigmoid((inject N)_i / count) * block."""
+
+    count: int
+    rank: int  # columns between down and up
+
+    def tensors(self, name: str, hidden: int) -> Iterator[tuple[str, Shape]]:
+        columns = self.count * hidden
+        yield f"{name}_norm.weight", (self.count, hidden)
+        yield f"{name}_down.weight", (self.rank, columns)
+        yield f"{name}_up.weight", (columns, self.rank)
+        if name != "output_hc":
+            yield f"{name}_inject.weight", (self.count, columns)
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """Every so many layers the stream is kept and begins anew with the result of attention (Kimi K3). A block, and the
     output, reads the sum of the kept ones and the stream, each times softmax(score . (its RMS norm without weights))
@@ -51,4 +69,9 @@ class CheckpointConfig:
         yield f"{name.removeprefix('hc_').removesuffix('_hc')}_res_score.weight", (hidden,)
 
 
-Streams = HyperConfig | CheckpointConfig
+def part_name(i: int) -> str:
+    """Of the weights that the output's norm has for stream i (GatedConfig), without ".weight"."""
+    return f"output_hc_norm.{i}"
+
+
+Streams = HyperConfig | GatedConfig | CheckpointConfig

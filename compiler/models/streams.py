@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tvm import relax, te
 
 from mlc_amd.compiler.models import exchanges
-from mlc_amd.compiler.models.stream_config import ATTENTION, CheckpointConfig, HyperConfig
+from mlc_amd.compiler.models.stream_config import ATTENTION, CheckpointConfig, GatedConfig, HyperConfig, part_name
 from mlc_amd.compiler.ops import shape_of
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ OPS: Any = relax.op
 def opened(g: Graph, x) -> relax.Var:
     """The streams in front of the first layer. x: the embedding's rows."""
     s = g.config.streams
-    return g.joined(x, *[x] * (s.count - 1)) if isinstance(s, HyperConfig) else x
+    return g.joined(x, *[x] * (s.count - 1)) if isinstance(s, HyperConfig | GatedConfig) else x
 
 
 def around(g: Graph, x, i: int, which: str, block: Callable[[Any], relax.Var]) -> relax.Var:
@@ -30,6 +30,12 @@ def around(g: Graph, x, i: int, which: str, block: Callable[[Any], relax.Var]) -
         pre, post, mixing = _factors(g, x, s, f"blk.{i}.hc_{which}")
         y = block(_read(g, x, pre, s.count))
         return _spread(g, x, y, post, mixing, s.count)
+    if isinstance(s, GatedConfig):
+        normed = g.group_norm(x, f"blk.{i}.hc_{which}_norm.weight", s.count, g.config.norm_eps)
+        h = _gated(g, normed, s, f"blk.{i}.hc_{which}")
+        share = g.scaled(g.linear(normed, f"blk.{i}.hc_{which}_inject.weight"), 1.0 / s.count)
+        factors = g.scaled(g.bb.emit(OPS.sigmoid(g.columns(share, 0, s.count))), 2.0)
+        return _spread(g, x, block(h), factors, None, s.count)
     assert isinstance(s, CheckpointConfig)
     h = _attended(g, x, f"blk.{i}.{which}_res_score.weight")
     if which == ATTENTION and i % s.layers == 0:
@@ -38,8 +44,15 @@ def around(g: Graph, x, i: int, which: str, block: Callable[[Any], relax.Var]) -
     return g.add(x, block(h))
 
 
-def closed(g: Graph, x) -> relax.Var:
-    """What the output reads of the streams."""
+def answers(g: Graph, x, norm: str) -> relax.Var:
+    """What the last matrix reads of the streams, of the rows whose logits the function returns. norm: its name."""
+    if isinstance(s := g.config.streams, GatedConfig):
+        return _gated(g, g.answers(x, *(part_name(i) for i in range(s.count))), s, "output_hc")
+    return g.answers(_closed(g, x), norm)
+
+
+def _closed(g: Graph, x) -> relax.Var:
+    """What the last norm reads of the streams."""
     s = g.config.streams
     if isinstance(s, CheckpointConfig):
         return _attended(g, x, "output_res_score.weight")
@@ -106,6 +119,20 @@ def _spread(g: Graph, x, y, factors, mixing, count: int) -> relax.Var:
     return g.bb.emit_te(
         spread, x, y, factors, *([] if mixing is None else [mixing]), primfunc_name_hint="spread_streams"
     )
+
+
+def _gated(g: Graph, normed, s: GatedConfig, name: str) -> relax.Var:
+    """The mean of the norms of all streams, each times its gate."""
+    m, columns = shape_of(normed)
+    n = columns // s.count
+    low = g.activation(g.scaled(g.linear(normed, f"{name}_down.weight"), 1.0 / s.count), "silu")
+    gates = g.bb.emit(OPS.sigmoid(g.columns(g.linear(low, f"{name}_up.weight"), 0, columns)))
+
+    def mean(x, gates):
+        places = [i * n for i in range(s.count)]
+        return te.compute((m, n), lambda r, c: sum(x[r, p + c] * gates[r, p + c] for p in places) / s.count, "mean")
+
+    return g.bb.emit_te(mean, normed, gates, primfunc_name_hint="mean_of_streams")
 
 
 # ---- checkpoints

@@ -21,8 +21,9 @@ from mlc_amd.compiler.models.config import (
 )
 from mlc_amd.compiler.models.draft_config import PredictorConfig
 from mlc_amd.compiler.models.encoder_config import EncoderConfig
+from mlc_amd.compiler.models.recurrent_config import NGRAM_NORMS, NGRAMS, DeltaNetConfig
 from mlc_amd.compiler.models.recurrent_tensors import BLOCK, Listed, Part, Shape
-from mlc_amd.compiler.models.stream_config import ATTENTION, FEED_FORWARD
+from mlc_amd.compiler.models.stream_config import ATTENTION, FEED_FORWARD, GatedConfig, Streams
 
 
 def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
@@ -35,6 +36,9 @@ def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
         yield name, (dim // 2,)
     if c.embedding_norm not in ("", BARE):
         yield from _norm(c, c.embedding_norm)
+    for layer in c.layers:
+        if isinstance(d := layer.mixer, DeltaNetConfig) and d.ngrams:
+            yield NGRAMS, (d.ngrams.rows, d.ngrams.dim)
     if c.positions:
         yield "position_embd.weight", (c.positions, c.hidden)
     if c.encoder:
@@ -230,20 +234,35 @@ UNBIASED = (
 )  # fmt: skip
 STATE_SPACE = ("ssm_a", "ssm_d", "ssm_norm.weight")
 HEAD_NORMS = "attn_q_norm.weight", "attn_k_norm.weight"  # that may have a row for each head
+STREAM_NORMS = (
+    *(f"{name}_norm.weight" for name in ("hc", "hc_attn", "hc_ffn")), *(f"norm_{of}.weight" for of in NGRAM_NORMS)
+)  # a row for each stream
 
 
 def is_vector(name: str, shape: Shape) -> bool:
     """Whether a tensor is kept as float32, as it stands in the file: norms, biases, convolutions."""
-    return len(shape) == 1 or name.endswith((".bias", *CONVOLUTIONS, *STATE_SPACE, *HEAD_NORMS))
+    return len(shape) == 1 or name.endswith((".bias", *CONVOLUTIONS, *STATE_SPACE, *HEAD_NORMS, *STREAM_NORMS))
+
+
+def _stream_parts(hidden: int, s: Streams | None, name: str) -> Iterator[Part]:
+    """With zeros where what is between two matrices is no whole number of blocks."""
+    if isinstance(s, GatedConfig) and s.rank % BLOCK:
+        filled, columns = -(-s.rank // BLOCK) * BLOCK, s.count * hidden
+        down, up = f"{name}_down.weight", f"{name}_up.weight"
+        yield Part(down, down, 0, (s.rank, columns), filled=(filled, columns))
+        yield Part(up, up, 0, (columns, s.rank), filled=(columns, filled))
 
 
 def merged_parts(config: ModelConfig) -> Iterator[Part]:
     """The parts that replace merged tensors."""
+    yield from _stream_parts(config.hidden, config.streams, "output_hc")
     for i, layer in enumerate(config.layers):
         merging = (own for own in layer.mixers if type(own) in _MIXER_PARTS)
         mixer = (part for own in merging for part in _MIXER_PARTS[type(own)](config.hidden, own))
         blocks = *_block_parts(config.hidden, layer.feed_forward), *_block_parts(config.hidden, layer.experts)
-        for part in (*mixer, *blocks):
+        names = [f"hc_{block}" for block in (ATTENTION, FEED_FORWARD)]
+        streams = (part for name in names for part in _stream_parts(config.hidden, config.streams, name))
+        for part in (*mixer, *blocks, *streams):
             yield part._replace(name=f"blk.{i}.{part.name}", source=f"blk.{i}.{part.source}")
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tvm import relax
 
-from mlc_amd.compiler.models import decoder_parts, exchanges, images, indexers, packed, recurrent, streams
+from mlc_amd.compiler.models import decoder_parts, exchanges, images, indexers, ngrams, packed, recurrent, streams
 from mlc_amd.compiler.models import mixture as mixture_graph
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LatentConfig, LayerConfig, Norms
 from mlc_amd.compiler.models.stream_config import ATTENTION, FEED_FORWARD
@@ -34,13 +34,14 @@ OPS: Any = relax.op
 def decoder(g: Graph):
     """The whole model: logits of the rows that the function answers."""
     g.input = decoder_parts.embedding(g, images.inputs(g))
-    return logits(g, streams.closed(g, layers(g, streams.opened(g, g.input))))
+    return logits(g, layers(g, streams.opened(g, g.input)))
 
 
 def layers(g: Graph, x):
     """All layers but those that predict."""
     for i, layer in enumerate(g.config.decoder_layers):
         g.hidden[i] = x
+        x = ngrams.added(g, x, i)
         x = images.deepstack(g, decoder_layer(g, x, i, layer), i)
     return x
 
@@ -213,7 +214,7 @@ def head(g: Graph, x, norm: str, matrix: str):
     """Logits by that norm and that matrix."""
     c = g.config
     g.hidden[len(c.decoder_layers)] = x
-    y = exchanges.gathered(g, g.linear(g.answers(x, norm), matrix), matrix, padded(c.vocab))
+    y = exchanges.gathered(g, g.linear(streams.answers(g, x, norm), matrix), matrix, padded(c.vocab))
     y = g.scaled(y, c.logit_scale) if c.logit_scale != 1.0 else y
     return g.softcap(y, c.logit_softcap) if c.logit_softcap else y
 

@@ -5,24 +5,27 @@ from typing import Any
 
 from mlc_amd.compiler.models.architectures.local import PLAIN_QKV
 from mlc_amd.compiler.models.architectures.mixtures import beside_shared
-from mlc_amd.compiler.models.architectures.stateful import check_heads
+from mlc_amd.compiler.models.architectures.stateful import check_heads, delta_net, qwen_experts, recurrent_layers
 from mlc_amd.compiler.models.architectures.uniform import indexed_rotations, latent_attention, read_indexer
-from mlc_amd.compiler.models.config import Block, ExpertsConfig, LayerConfig, Mixer, ModelConfig
+from mlc_amd.compiler.models.config import Block, ExpertsConfig, IndexerConfig, LayerConfig, Mixer, ModelConfig, Norms
 from mlc_amd.compiler.models.metadata import (
     ROPE,
     Keys,
     dense,
     dense_then,
     each_layer,
+    read_attention,
     read_layers,
     read_model,
     read_taps,
     read_uniform,
+    rotations,
     shared_expert,
+    vocabulary,
 )
-from mlc_amd.compiler.models.recurrent_config import ChannelDeltaConfig
+from mlc_amd.compiler.models.recurrent_config import NGRAMS, ChannelDeltaConfig, NgramConfig
 from mlc_amd.compiler.models.registry import architecture
-from mlc_amd.compiler.models.stream_config import CheckpointConfig, HyperConfig
+from mlc_amd.compiler.models.stream_config import CheckpointConfig, GatedConfig, HyperConfig
 from mlc_amd.schedules.operators.experts import LIMITED, SITU
 
 
@@ -47,6 +50,51 @@ def hy_v4(keys: Keys) -> ModelConfig:
     block = dense_then(keys, experts)
     layers = [LayerConfig(mixer(own), block(own)) for own in each_layer(keys)]
     return read_model(keys, layers, indexed_rotations(keys, neox=False), streams=streams)
+
+
+@architecture("qwen4exp", "experts", "shared", "states", ignored=tuple(f"attn_{which}.bias" for which in "qkv"))
+def qwen4exp(keys: Keys) -> ModelConfig:
+    """Qwen 4 Exp. As qwen35moe with gated hyper connections, sigmoid gates of the delta nets, embeddings of the last
+    tokens, and attention to the best keys, which are all of them in short texts."""
+    streams = GatedConfig(keys.integer("hyper_connection.count"), keys.integer("hyper_connection.low_rank"))
+    recurrent = recurrent_layers(keys, read_layers(keys))
+    with_ngrams = keys.numbers("ple.layers") if keys.has("ple.layers") else []
+    ratios = keys.integers("attention.compress_ratios", len(recurrent), 0, minimum=0)
+
+    def mixer(own: Keys) -> Mixer:
+        i = own.layer or 0
+        if recurrent[i]:
+            return delta_net(own, sigmoid=True, ngrams=_ngrams(own, streams.count) if i in with_ngrams else None)
+        names = "head_count", "key_length", "top_k"
+        indexer = IndexerConfig(*(own.integer(f"attention.indexer.{name}") for name in names), ROPE)
+        variant: dict[str, Any] = {"indexer": indexer if ratios[i] else None}
+        return read_attention(own, head_norms=True, output_gate=True, merged_qkv=False, **variant)
+
+    layers = [
+        LayerConfig(mixer(own), qwen_experts(own), mixer_norms=Norms(), feed_forward_norms=Norms())
+        for own in each_layer(keys)
+    ]
+    ropes = rotations(keys, layers, neox=True)
+    return read_model(keys, layers, ropes, streams=streams, output_norm="")
+
+
+def _ngrams(keys: Keys, streams: int) -> NgramConfig:
+    size, heads = keys.integer("ple.ngram_size", minimum=2), keys.integer("ple.heads_per_ngram")
+    multipliers, offsets, sizes = (
+        tuple(keys.numbers(f"ple.{name}")) for name in ("layer_multipliers", "head_offsets", "head_vocab_sizes")
+    )
+    count = (size - 1) * heads
+    if min(len(offsets), len(sizes)) < count or len(multipliers) < size or 0 in sizes:
+        raise keys.error(f"the file has too few numbers for hashes of {count} heads; convert the model again")
+    if max(multipliers) * vocabulary(keys) >> 63:
+        raise keys.error("the products of hashes have more than 63 bits; use another model")
+    end = keys.integer("ple.eos_token_id", 0, minimum=0)
+    rows = max(first + own for first, own in zip(offsets[:count], sizes[:count], strict=True))
+    return NgramConfig(
+        size, heads, keys.integer("embedding_length_per_layer_input"), keys.rows(NGRAMS) or rows,
+        keys.integer("ple.conv_kernel"), streams, end, keys.integer("ple.image_token_id", end, minimum=0),
+        multipliers[:size], offsets[:count], sizes[:count],
+    )  # fmt: skip
 
 
 @architecture("kimi-k3", ignored=(*PLAIN_QKV, "attn_output.scale"))

@@ -1,0 +1,92 @@
+"""Embeddings of a row's last tokens in a decoder's graph: `NgramConfig` has the formula.
+
+The tokens before a row come from a convolution that shifts: column j of its result is the token j positions before,
+plus one, 0 where there is none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tvm import relax, te, tirx
+
+from mlc_amd.compiler.models.decoder_parts import embedded
+from mlc_amd.compiler.models.recurrent_config import LAGS, NGRAMS, DeltaNetConfig, NgramConfig
+from mlc_amd.schedules.operators import CausalConv
+
+if TYPE_CHECKING:
+    from mlc_amd.compiler.models.graph import Graph
+
+OPS: Any = relax.op
+LEAST = 1e-6  # of |s|
+
+
+def added(g: Graph, x, i: int) -> relax.Var:
+    """The streams x with what layer i adds in front of its blocks."""
+    d = g.config.layers[i].mixer
+    if not isinstance(d, DeltaNetConfig) or not (n := d.ngrams):
+        return x
+    block, eps, hidden = f"blk.{i}.ple_", g.config.norm_eps, g.config.hidden
+    parts = [embedded(g, NGRAMS, numbers) for numbers in _numbers(g, n, i)]
+    e = g.joined(*(g.columns(part, 0, n.dim) for part in parts))
+    key, value = (g.linear(e, f"{block}{name}.weight") for name in ("key", "value"))
+    key = g.group_norm(g.columns(key, 0, n.streams * hidden), f"{block}norm_key.weight", n.streams, eps)
+    query = g.group_norm(x, f"{block}norm_query.weight", n.streams, eps)
+    products = g.bb.emit(OPS.reshape(g.multiply(key, query), (g.m, n.streams, hidden)))
+    gates = g.bb.emit_te(_gates, g.scaled(g.bb.emit(OPS.sum(products, -1)), hidden**-0.5), primfunc_name_hint="gates")
+
+    def spread(value, gates):
+        return te.compute((g.m, n.streams * hidden), lambda r, c: value[r, c % hidden] * gates[r, c // hidden], "spread")
+
+    v = g.bb.emit_te(spread, value, gates, primfunc_name_hint="spread_values")
+    y = _convolved(g, g.group_norm(v, f"{block}norm_conv.weight", n.streams, eps), i, "taps", n.reach, "silu")
+    return g.add(x, g.add(v, y))
+
+
+def _convolved(g: Graph, x, i: int, which: str, taps: int, act: str = "") -> relax.Var:
+    columns, state = int(x.ty.shape[1]), {"taps": "ngram_conv", "lags": "ngram"}[which]
+    op = CausalConv(channels=columns, taps=taps, single=g.spec.single, m=g.m, gated=False, act=act, bias=False)
+    return g.run(op, [x, g.vector(f"blk.{i}.ple_{which}")], i, state)
+
+
+def _numbers(g: Graph, n: NgramConfig, i: int) -> list[relax.Var]:
+    """int32 [m] of each head: the row of the table."""
+
+    def columns(tokens):
+        def element(r, c):
+            token = te.if_then_else(tokens[r] < 0, n.image, tokens[r])
+            return (token + 1).astype("float32")
+
+        return te.compute((g.m, LAGS), element, "numbered")
+
+    def number(before, head: int):
+        last = head // n.heads + 1
+
+        def element(r):
+            mixed, cut = None, None
+            for j in range(last + 1):
+                there: Any = before[r, j].astype("int32")
+                token = there - 1
+                if j:
+                    ends = tirx.any(there == 0, token == n.end)
+                    cut = ends if cut is None else tirx.any(cut, ends)
+                    token = te.if_then_else(cut, n.end, token)
+                product = token.astype("int64") * tirx.const(n.multipliers[j], "int64")
+                mixed = product if mixed is None else mixed ^ product
+            own = tirx.truncmod(mixed, tirx.const(n.sizes[head], "int64")).astype("int32")
+            return own + n.offsets[head]
+
+        return te.compute((g.m,), element, "number")
+
+    x = g.bb.emit_te(columns, g.tokens, primfunc_name_hint="token_columns")
+    before = _convolved(g, x, i, "lags", n.size)
+    heads = range(len(n.sizes))
+    return [g.bb.emit_te(number, before, head, primfunc_name_hint="ngram_numbers") for head in heads]
+
+
+def _gates(s):
+    def element(*at):
+        root = te.sqrt(te.max(te.abs(s[at]), tirx.const(LEAST, "float32")))
+        return te.sigmoid(te.if_then_else(s[at] > 0, root, te.if_then_else(s[at] < 0, -root, 0.0)))
+
+    return te.compute(s.shape, element, "gates")
