@@ -32,6 +32,11 @@ def graph_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[st
             name = f"{part_name(i)}.weight"
             made[name] = Tensor.made(name, (config.hidden,), partial(_row, norm, i))
     for i, layer in enumerate(config.layers):
+        if (a := layer.attention) and (of := a.indexer) and of.block > 1 and not of.by_head:
+            name = f"blk.{i}.indexer.mean"
+            made[name] = Tensor.made(
+                name, (of.dim * of.block,), partial(np.full, of.dim * of.block, 1 / of.block, "f4")
+            )
         if (a := layer.attention) and a.alibi and not config.encoder:
             name = f"blk.{i}.attn_slopes"
             made[name] = Tensor.made(name, (a.heads,), partial(alibi_slopes, a.heads, a.alibi))

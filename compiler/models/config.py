@@ -77,10 +77,12 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class IndexerConfig:
-    """What chooses the keys that a row sees, where there are more than `used`; of latent attention
-    (`schedules.operators.indexer.SelectKeys`): indexer.attn_q_b makes its queries of what attn_q_a_norm returns,
-    indexer.attn_k and a layer norm, indexer.k_norm, the keys, which all heads share, indexer.proj the heads' weights.
-    Of other attention (MiniMax M3: blocks of keys) the choice is not known: contexts are limited to `used` tokens.
+    """What chooses the keys that a row sees, where there are more than `used`
+    (`schedules.operators.indexer.SelectKeys`). Of latent attention: indexer.attn_q_b makes its queries of what
+    attn_q_a_norm returns, indexer.attn_k and a layer norm, indexer.k_norm, the keys, which all heads share,
+    indexer.proj the heads' weights. Of other attention, which chooses blocks: indexer.q_proj and indexer.k_proj, both
+    with an RMS norm of each head, before RoPE. by_head: KV heads choose for themselves; else a block's key, before its
+    norm, is the mean of its positions', and rotated as at its first.
     """
 
     heads: int
@@ -89,6 +91,9 @@ class IndexerConfig:
     rope: str  # key of ModelConfig.ropes, of the leading columns, or the last ones
     last: bool = False
     eps: float = 1e-6  # of the keys' norm
+    block: int = 1  # positions that are chosen together; divides `used`
+    by_head: bool = False
+    local: int = 0  # blocks before a row that it sees in any case
     own: bool = True  # False: the layer takes the choice of the last one that has its own
 
 

@@ -13,7 +13,7 @@ from tvm import relax, te
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.functions import FunctionSpec
-from mlc_amd.compiler.models import exchanges, packed
+from mlc_amd.compiler.models import exchanges, index_keys, packed
 from mlc_amd.compiler.models.config import AttentionConfig, ModelConfig, attentions
 from mlc_amd.compiler.models.model import Model
 from mlc_amd.compiler.models.tensors import SCALE
@@ -293,8 +293,9 @@ class Graph:
         arguments = self.rows, x, self.parameters[table][0]
         return self.bb.emit_te(times_factor, *arguments, primfunc_name_hint="scale_by_position")
 
-    def attention(self, q, k, v, layer: int) -> relax.Var:
-        """Head norms, RoPE, KV write and causal attention, as the layer's AttentionConfig describes them."""
+    def attention(self, q, k, v, layer: int, ids=None) -> relax.Var:
+        """Head norms, RoPE, KV write and causal attention, as the layer's AttentionConfig describes them. ids: of
+        `indexers.selected_blocks`."""
         if self.config.encoder:
             return packed.attention(self, q, k, v, layer)
         a = self.config.layers[layer].attention
@@ -302,6 +303,13 @@ class Graph:
         if a.temperature and self.ctx + a.temperature.offset > a.temperature.length:
             q = self.scaled_by_position(q, TEMPERATURES)
         q, cache = self._rotated(a, q, k, v, layer)
+        if ids is not None:
+            choice = index_keys.operator(a, self.ctx, self.m)
+            op = SelectedAttention(
+                layer=self.target.layer(a, self.ctx), used=choice.used, m=self.m, block=choice.block, sets=choice.sets,
+                tail=not choice.by_head,
+            )  # fmt: skip
+            return self.emit(op, [self.rows, self.pages(0), q, ids, *cache, *self._sinks(a, layer)])
         return self._attended(a, q, cache, self._sinks(a, layer))
 
     def _sinks(self, a: AttentionConfig, layer: int) -> list[relax.Var]:

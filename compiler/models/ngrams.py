@@ -36,7 +36,9 @@ def added(g: Graph, x, i: int) -> relax.Var:
     gates = g.bb.emit_te(_gates, g.scaled(g.bb.emit(OPS.sum(products, -1)), hidden**-0.5), primfunc_name_hint="gates")
 
     def spread(value, gates):
-        return te.compute((g.m, n.streams * hidden), lambda r, c: value[r, c % hidden] * gates[r, c // hidden], "spread")
+        return te.compute(
+            (g.m, n.streams * hidden), lambda r, c: value[r, c % hidden] * gates[r, c // hidden], "spread"
+        )
 
     v = g.bb.emit_te(spread, value, gates, primfunc_name_hint="spread_values")
     y = _convolved(g, g.group_norm(v, f"{block}norm_conv.weight", n.streams, eps), i, "taps", n.reach, "silu")

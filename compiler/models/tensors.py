@@ -235,7 +235,8 @@ UNBIASED = (
 STATE_SPACE = ("ssm_a", "ssm_d", "ssm_norm.weight")
 HEAD_NORMS = "attn_q_norm.weight", "attn_k_norm.weight"  # that may have a row for each head
 STREAM_NORMS = (
-    *(f"{name}_norm.weight" for name in ("hc", "hc_attn", "hc_ffn")), *(f"norm_{of}.weight" for of in NGRAM_NORMS)
+    *(f"{name}_norm.weight" for name in ("hc", "hc_attn", "hc_ffn")),
+    *(f"norm_{of}.weight" for of in NGRAM_NORMS),
 )  # a row for each stream
 
 

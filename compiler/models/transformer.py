@@ -71,7 +71,7 @@ def router_of(g: Graph, h, i: int):
 
 def residual_block(g: Graph, x, i: int, which: str, norms: Norms, block):
     """x + after(block(before(x))) of layer i, and norms of that sum; `norms` names the weights, "" stands for no norm.
-    block: returns terms, whose sum is its result; which: of its layer. Other streams than x: norms has `before` only."""
+    block: returns terms, whose sum is its result; which: of its layer. Of other streams norms has `before` only."""
     if g.config.streams:
 
         def result(h):
@@ -124,7 +124,10 @@ def attention(g: Graph, h, i: int) -> list:
         q, k = (decoder_parts.each_norm(g, x, f"{block}attn_{which}_norm", a) for x, which in ((q, "q"), (k, "k")))
     if a.head_factors:
         q, k = (decoder_parts.bare_norm(g, x, a, name) for x, name in ((q, f"{block}attn_q_norm.weight"), (k, "")))
-    y = g.attention(q, k, v, i) if g.config.encoder else decoder_parts.attended(g, q, k, v, i)
+    if g.config.encoder:
+        y = g.attention(q, k, v, i)
+    else:
+        y = decoder_parts.attended(g, q, k, v, i, indexers.selected_blocks(g, h, i))
     if a.output_gate:
         y = g.gate(y, g.linear(h, block + "attn_q_gate.weight"), a.head_dim)
     if a.own_gate:

@@ -310,8 +310,8 @@ LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
          "blk.0.attn_sinks.weight"),
     ),
     "minimax-m3": (
-        _SHARED | _PARTIAL | {"expert_weights_norm": True, "expert_weights_scale": 1.5, "attention.indexer.top_k": 16}
-        | {"attention.indexer.block_size": 16, "attention.indexer.head_count": 2, "attention.indexer.key_length": 32}
+        _SHARED | _PARTIAL | {"expert_weights_norm": True, "expert_weights_scale": 1.5, "attention.indexer.top_k": 4}
+        | {"attention.indexer.block_size": 4, "attention.indexer.head_count": 2, "attention.indexer.key_length": 32}
         | {"attention.indexer.local_blocks": 1},
         ("output.weight", *_SELECTION),
     ),
@@ -348,6 +348,17 @@ LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "plamo3": (_WINDOWS, _QKV),
     "qwen": ({"attention.head_count_kv": 4}, ("output.weight", *_QKV, "blk.*.attn_qkv.bias")),
     "refact": ({"attention.head_count_kv": 1}, ()),
+    "qwen4exp": (
+        EXPERTS | DELTA_NET | SECTIONS | {"attention.recurrent_layers": [1, 1, 0], "block_count": 3}
+        | {"ssm.inner_size": 128}
+        | {"expert_shared_feed_forward_length": 96, "hyper_connection.count": 4, "hyper_connection.low_rank": 8}
+        | {"attention.indexer.head_count": 3, "attention.indexer.key_length": 32, "attention.indexer.top_k": 16}
+        | {"attention.compress_ratios": [0, 0, 4], "ple.layers": [1], "ple.ngram_size": 3, "ple.heads_per_ngram": 2}
+        | {"ple.conv_kernel": 4, "ple.eos_token_id": 5, "embedding_length_per_layer_input": 64}
+        | {"ple.layer_multipliers": [23456789012345, 34567890123457, 45678901234567]}
+        | {"ple.head_offsets": [0, 97, 198, 301], "ple.head_vocab_sizes": [97, 101, 103, 107]},
+        ("output.weight",),
+    ),
     "smallthinker": (EXPERTS | {"expert_gating_func": 2, "block_count": 2}, ()),
     "spark2_5": (_WINDOWS | _ALTERNATING, ()),
     "stablelm": (_PARTIAL, ("output.weight", "blk.*.attn_q_norm.weight", "output_norm.bias", *_biases("attn_norm"))),

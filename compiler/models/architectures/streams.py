@@ -1,12 +1,13 @@
 """Decoders whose residual streams are more than x + block(x)."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from mlc_amd.compiler.models.architectures.local import PLAIN_QKV
 from mlc_amd.compiler.models.architectures.mixtures import beside_shared
 from mlc_amd.compiler.models.architectures.stateful import check_heads, delta_net, qwen_experts, recurrent_layers
-from mlc_amd.compiler.models.architectures.uniform import indexed_rotations, latent_attention, read_indexer
+from mlc_amd.compiler.models.architectures.uniform import INDEX_ROPE, indexed_rotations, latent_attention, read_indexer
 from mlc_amd.compiler.models.config import Block, ExpertsConfig, IndexerConfig, LayerConfig, Mixer, ModelConfig, Norms
 from mlc_amd.compiler.models.metadata import (
     ROPE,
@@ -55,7 +56,7 @@ def hy_v4(keys: Keys) -> ModelConfig:
 @architecture("qwen4exp", "experts", "shared", "states", ignored=tuple(f"attn_{which}.bias" for which in "qkv"))
 def qwen4exp(keys: Keys) -> ModelConfig:
     """Qwen 4 Exp. As qwen35moe with gated hyper connections, sigmoid gates of the delta nets, embeddings of the last
-    tokens, and attention to the best keys, which are all of them in short texts."""
+    tokens, and attention to the best blocks of keys."""
     streams = GatedConfig(keys.integer("hyper_connection.count"), keys.integer("hyper_connection.low_rank"))
     recurrent = recurrent_layers(keys, read_layers(keys))
     with_ngrams = keys.numbers("ple.layers") if keys.has("ple.layers") else []
@@ -65,8 +66,8 @@ def qwen4exp(keys: Keys) -> ModelConfig:
         i = own.layer or 0
         if recurrent[i]:
             return delta_net(own, sigmoid=True, ngrams=_ngrams(own, streams.count) if i in with_ngrams else None)
-        names = "head_count", "key_length", "top_k"
-        indexer = IndexerConfig(*(own.integer(f"attention.indexer.{name}") for name in names), ROPE)
+        heads, dim, used = (own.integer(f"attention.indexer.{name}") for name in ("head_count", "key_length", "top_k"))
+        indexer = IndexerConfig(heads, dim, used, INDEX_ROPE, block=max(ratios[i], 2))
         variant: dict[str, Any] = {"indexer": indexer if ratios[i] else None}
         return read_attention(own, head_norms=True, output_gate=True, merged_qkv=False, **variant)
 
@@ -75,6 +76,11 @@ def qwen4exp(keys: Keys) -> ModelConfig:
         for own in each_layer(keys)
     ]
     ropes = rotations(keys, layers, neox=True)
+    blocks = {a.indexer.block for layer in layers if (a := layer.attention) and a.indexer}
+    if blocks - {max(blocks, default=0)}:
+        raise keys.error("the layers' blocks of keys differ in size, which is not supported; use another model")
+    if blocks:
+        ropes[INDEX_ROPE] = replace(ropes[ROPE], offset=1 - max(blocks))
     return read_model(keys, layers, ropes, streams=streams, output_norm="")
 
 

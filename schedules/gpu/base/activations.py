@@ -64,7 +64,7 @@ NUMBERED = {LIMITED: _limited, CUT: partial(_limited, cut=True), SITU: _situ}
 
 
 def gated(act: str, gate: Expr, up: Expr) -> Expr:
-    """f(gate) * up, in a register, or one with numbers. ValueError for a name that neither ACTIVATIONS nor GATED has."""
+    """f(gate) * up in a register, or one with numbers. ValueError for a name that neither ACTIVATIONS nor GATED has."""
     kind, numbers = numbers_of(act)
     if numbers:
         return T.Bind(NUMBERED[kind](gate, up, *numbers))
