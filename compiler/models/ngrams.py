@@ -73,9 +73,9 @@ def _numbers(g: Graph, n: NgramConfig, i: int) -> list[relax.Var]:
                     ends = tirx.any(there == 0, token == n.end)
                     cut = ends if cut is None else tirx.any(cut, ends)
                     token = te.if_then_else(cut, n.end, token)
-                product = token.astype("int64") * tirx.const(n.multipliers[j], "int64")
+                product = token.astype("uint64") * tirx.const(n.multipliers[j], "uint64")
                 mixed = product if mixed is None else mixed ^ product
-            own = tirx.truncmod(mixed, tirx.const(n.sizes[head], "int64")).astype("int32")
+            own = tirx.truncmod(mixed, tirx.const(n.sizes[head], "uint64")).astype("int32")
             return own + n.offsets[head]
 
         return te.compute((g.m,), element, "number")

@@ -42,8 +42,8 @@ class HyperConfig:
 @dataclass(frozen=True)
 class GatedConfig:
     """So many streams X_i side by side, all the embedding at first (Qwen 4 Exp). N_i is the RMS norm of X_i, with
-    weights of its own. A block, and the output, reads the mean of N_i * sigmoid(up silu(down N / count)), of which N are all
-    columns; then X_i += 2 sigmoid((inject N)_i / count) * block."""
+    weights of its own. A block, and the output, reads the mean of N_i * sigmoid(up silu(down N / count)), of which N
+    are all columns; then X_i += 2 sigmoid((inject N)_i / count) * block."""
 
     count: int
     rank: int  # columns between down and up
