@@ -11,7 +11,15 @@ import numpy as np
 
 from mlc_amd.compiler.gguf.tensor import Tensor
 from mlc_amd.compiler.models.config import ExpertsConfig, ModelConfig
-from mlc_amd.compiler.models.recurrent_config import LAGS, DeltaNetConfig, LinearAttentionConfig, NgramConfig
+from mlc_amd.compiler.models.recurrent_config import (
+    BITS,
+    LAGS,
+    LIMBS,
+    DeltaNetConfig,
+    LinearAttentionConfig,
+    NgramConfig,
+)
+from mlc_amd.compiler.models.recurrent_tensors import BLOCK
 from mlc_amd.compiler.models.rope import alibi_slopes
 from mlc_amd.compiler.models.stream_config import GatedConfig, part_name
 from mlc_amd.compiler.models.tensors import SCALE, Part, factor_names, merged_parts
@@ -43,7 +51,9 @@ def graph_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[st
         if isinstance(d := layer.mixer, DeltaNetConfig) and (n := d.ngrams):
             lags, taps = f"blk.{i}.ple_lags", f"blk.{i}.ple_taps"
             made[lags] = Tensor.made(lags, (LAGS * n.size,), partial(_lags, n))
-            kernel = made.pop(f"blk.{i}.ple_conv1d.weight")
+            kernel, name = made.pop(f"blk.{i}.ple_conv1d.weight"), f"blk.{i}.ple_products.weight"
+            columns = -(-n.size * LIMBS // BLOCK) * BLOCK
+            made[name] = Tensor.made(name, (config.vocab, columns), partial(_products, n, config.vocab, columns))
             made[taps] = Tensor.made(taps, (kernel.shape[0] * n.reach,), partial(_taps, n, kernel))
         if isinstance(a := layer.mixer, LinearAttentionConfig):
             name = f"blk.{i}.attn_decay"
@@ -66,6 +76,13 @@ def _row(tensor: Tensor, i: int) -> np.ndarray:
 def _lags(n: NgramConfig) -> np.ndarray:
     """Of a convolution that has in column j what was j positions before."""
     return np.eye(n.size, dtype=np.float32)[:, ::-1][np.arange(LAGS) % n.size].reshape(-1)
+
+
+def _products(n: NgramConfig, vocab: int, columns: int) -> np.ndarray:
+    """Of each token with each multiplier the limbs, the lowest first."""
+    products = np.arange(vocab, dtype=np.uint64)[:, None] * np.array(n.multipliers, np.uint64)
+    limbs = products[:, :, None] >> (np.arange(LIMBS, dtype=np.uint64) * np.uint64(BITS)) & np.uint64((1 << BITS) - 1)
+    return np.pad(limbs.reshape(vocab, -1), ((0, 0), (0, columns - n.size * LIMBS))).astype(np.float32)
 
 
 def _taps(n: NgramConfig, kernel: Tensor) -> np.ndarray:

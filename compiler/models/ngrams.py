@@ -6,12 +6,13 @@ plus one, 0 where there is none.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tvm import relax, te, tirx
 
 from mlc_amd.compiler.models.decoder_parts import embedded
-from mlc_amd.compiler.models.recurrent_config import LAGS, NGRAMS, DeltaNetConfig, NgramConfig
+from mlc_amd.compiler.models.recurrent_config import BITS, LAGS, LIMBS, NGRAMS, DeltaNetConfig, NgramConfig
 from mlc_amd.schedules.operators import CausalConv
 
 if TYPE_CHECKING:
@@ -61,29 +62,39 @@ def _numbers(g: Graph, n: NgramConfig, i: int) -> list[relax.Var]:
 
         return te.compute((g.m, LAGS), element, "numbered")
 
-    def number(before, head: int):
-        last = head // n.heads + 1
-
+    def token(before, j: int):
         def element(r):
-            mixed, cut = None, None
-            for j in range(last + 1):
-                there: Any = before[r, j].astype("int32")
-                token = there - 1
-                if j:
-                    ends = tirx.any(there == 0, token == n.end)
-                    cut = ends if cut is None else tirx.any(cut, ends)
-                    token = te.if_then_else(cut, n.end, token)
-                product = token.astype("uint64") * tirx.const(n.multipliers[j], "uint64")
-                mixed = product if mixed is None else mixed ^ product
-            own = tirx.truncmod(mixed, tirx.const(n.sizes[head], "uint64")).astype("int32")
-            return own + n.offsets[head]
+            there: Any = before[r, j].astype("int32")
+            if not j:
+                return te.max(there - 1, 0)
+            lags = [before[r, lag].astype("int32") for lag in range(1, j + 1)]
+            cut = tirx.any(*(tirx.any(one == 0, one == n.end + 1) for one in lags))
+            return te.if_then_else(cut, n.end, there - 1)
+
+        return te.compute((g.m,), element, "token")
+
+    def number(*products, head: int):
+        def element(r):
+            total = tirx.const(n.offsets[head], "int32")
+            size, found = n.sizes[head], tirx.const(0, "int32")
+            for limb in range(LIMBS):
+                mixed = tirx.const(0, "int32")
+                for j, product in enumerate(products):
+                    mixed = mixed ^ product[r, j * LIMBS + limb].astype("int32")
+                found = found + tirx.truncmod(mixed * ((1 << limb * BITS) % size), size)
+            return total + tirx.truncmod(found, size)
 
         return te.compute((g.m,), element, "number")
 
     x = g.bb.emit_te(columns, g.tokens, primfunc_name_hint="token_columns")
     before = _convolved(g, x, i, "lags", n.size)
-    heads = range(len(n.sizes))
-    return [g.bb.emit_te(number, before, head, primfunc_name_hint="ngram_numbers") for head in heads]
+    tokens = [g.bb.emit_te(token, before, j, primfunc_name_hint="lagged_tokens") for j in range(n.size)]
+    products = [embedded(g, f"blk.{i}.ple_products.weight", one) for one in tokens]
+    found = []
+    for head in range(len(n.sizes)):
+        own = partial(number, head=head)
+        found.append(g.bb.emit_te(own, *products[: head // n.heads + 2], primfunc_name_hint="ngram_numbers"))
+    return found
 
 
 def _gates(s):

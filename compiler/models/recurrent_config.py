@@ -25,6 +25,8 @@ class ShortConvConfig:
 
 NGRAMS = "per_layer_token_embd.weight"  # the table of NgramConfig
 NGRAM_NORMS = "key", "query", "conv"  # ple_norm_<name>
+# A product with a multiplier has so many limbs of so many bits: kernels compute in int32
+BITS, LIMBS = 6, 11
 LAGS = 32  # columns of a state that has the last tokens, of which as many are used as there are
 
 

@@ -92,8 +92,8 @@ def _ngrams(keys: Keys, streams: int) -> NgramConfig:
     count = (size - 1) * heads
     if min(len(offsets), len(sizes)) < count or len(multipliers) < size or 0 in sizes:
         raise keys.error(f"the file has too few numbers for hashes of {count} heads; convert the model again")
-    if max(multipliers) * vocabulary(keys) >> 63:
-        raise keys.error("the products of hashes have more than 63 bits; use another model")
+    if max(multipliers) * vocabulary(keys) >> 63 or max(sizes[:count]) >> 25:
+        raise keys.error("the numbers of hashes are too large, which is not supported; use another model")
     end = keys.integer("ple.eos_token_id", 0, minimum=0)
     rows = max(first + own for first, own in zip(offsets[:count], sizes[:count], strict=True))
     return NgramConfig(
