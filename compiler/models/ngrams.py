@@ -33,8 +33,9 @@ def added(g: Graph, x, i: int) -> relax.Var:
     key, value = (g.linear(e, f"{block}{name}.weight") for name in ("key", "value"))
     key = g.group_norm(g.columns(key, 0, n.streams * hidden), f"{block}norm_key.weight", n.streams, eps)
     query = g.group_norm(x, f"{block}norm_query.weight", n.streams, eps)
-    products = g.bb.emit(OPS.reshape(g.multiply(key, query), (g.m, n.streams, hidden)))
-    gates = g.bb.emit_te(_gates, g.scaled(g.bb.emit(OPS.sum(products, -1)), hidden**-0.5), primfunc_name_hint="gates")
+    streams = ([g.columns(x, s * hidden, hidden) for x in (key, query)] for s in range(n.streams))
+    products = [g.bb.emit(OPS.sum(g.multiply(*both), -1, keepdims=True)) for both in streams]
+    gates = g.bb.emit_te(_gates, g.scaled(g.joined(*products), hidden**-0.5), primfunc_name_hint="gates")
 
     def spread(value, gates):
         return te.compute(

@@ -14,6 +14,7 @@ from mlc_amd.schedules.gpu.attention.cache import KEYS, UNIT, Cache, clamped_pos
 from mlc_amd.schedules.gpu.base.device import barrier, exp2, fma, launch, maximum, rcp, wave_max
 from mlc_amd.schedules.gpu.base.norm import workgroup_sum
 from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, elements, filled, local, put
 from mlc_amd.schedules.gpu.base.step import builds, if_live, is_live, once
 from mlc_amd.schedules.operators.attention import PAGE, SLOTS
@@ -21,7 +22,8 @@ from mlc_amd.schedules.operators.indexer import SelectedAttention, SelectKeys
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 LEAST = -(1 << 31)  # in the place of the scores of keys that a row does not see
-THREADS = 256
+THREADS, MOST_THREADS = 256, 1024  # of attention; of the choice
+HELD = 64  # scores of a thread that stay in registers, where it has no more
 
 
 def _waves(arch: Device) -> int:
@@ -44,7 +46,7 @@ def select_keys(op: SelectKeys, arch: Device, state: Buffer, plan: None) -> None
                 column = T.Bind(first + lane)
                 with T.If(column < d), T.Then():
                     put(Ik, T.cast(K[row, T.min(column, T.int32(d - 1))], "float16"), page, last % PAGE, column)
-    waves = _waves(arch)
+    waves = max(min(MOST_THREADS, arch.threads, op.blocks // 2) // arch.wave, 1)
     if op.block == 1:
         _score_keys(op, state, (rows, pages), (Q, W, Ik, Order))
     else:
@@ -72,8 +74,9 @@ def _key(Ik: Buffer, page: Expr, place: Expr, d: int) -> Buffer:
 
 def _product(Q: Buffer, row: Expr, head: Expr, key: Buffer, d: int) -> Expr:
     product = T.float32(0)
-    for c in range(d):
-        product = fma(Q[row, head * d + c], key[c], product)
+    for first in range(0, d, WIDTH):
+        for i, q in enumerate(elements(T.Bind(Q[row, at(head * d + first, WIDTH)]))):
+            product = fma(q, key[first + i], product)
     return product
 
 
@@ -131,6 +134,9 @@ def _choose(
     """The `most` ids of a row's set among the blocks up to number `last`."""
     (Order, Ids), threads = buffers, arch.wave * waves
     thread, several = T.Bind(wave * arch.wave + lane), T.Bind(last >= most)
+    share = -(-op.blocks // threads)
+    held = local(share, "int32") if share <= HELD else None
+    own = T.int32(share) if held is not None else T.Bind((last + threads) // threads)
     part = T.alloc_buffer((waves,), "int32", scope="shared")
     above, level = (T.alloc_buffer((threads,), "int32", scope="shared") for _ in range(2))
     with T.serial(-(-op.used // threads)) as step:
@@ -139,21 +145,31 @@ def _choose(
             put(Ids, T.Select((place <= last) & (place < most), place, T.int32(-1)), row[0], row[1] * op.used + place)
     with once(several):
         least = filled(T.int32(LEAST))
+
+        def each_own():
+            """(number, score, or the least one after the last) of what the thread has."""
+            if held is not None:
+                for i in range(share):
+                    yield T.Bind(thread * share + i), T.Bind(held[i])
+                return
+            with T.serial(own) as i:
+                key = T.Bind(thread * own + i)
+                yield key, T.Bind(T.Select(key <= last, Order[*row, T.min(key, last)], T.int32(LEAST)))
+
+        for i in range(share) if held is not None else ():
+            key = T.Bind(thread * share + i)
+            put(held, T.Select(key <= last, Order[*row, T.min(key, last)], T.int32(LEAST)), i)
         with T.serial(32) as i:
             trial, count = T.Bind(least[0] ^ T.shift_left(T.int32(1), 31 - i)), filled(T.int32(0))
-            with T.serial((last + threads) // threads) as step:
-                key = T.Bind(step * threads + thread)
-                more = (key <= last) & (Order[*row, T.min(key, last)] >= trial)
-                put(count, count[0] + T.Select(more, T.int32(1), T.int32(0)), 0)
+            for _, score in each_own():
+                put(count, count[0] + T.Select(score >= trial, T.int32(1), T.int32(0)), 0)
             enough = workgroup_sum(arch, waves, count[0], part, wave, lane)
             put(least, T.Select(enough >= most, trial, least[0]), 0)
             barrier()
-        own, counts = T.Bind((last + threads) // threads), filled(T.int32(0), 2)
-        with T.serial(own) as i:
-            key = T.Bind(thread * own + i)
-            score, inside = T.Bind(Order[*row, T.min(key, last)]), key <= last
-            put(counts, counts[0] + T.Select(inside & (score > least[0]), T.int32(1), T.int32(0)), 0)
-            put(counts, counts[1] + T.Select(inside & (score == least[0]), T.int32(1), T.int32(0)), 1)
+        counts = filled(T.int32(0), 2)
+        for _, score in each_own():
+            put(counts, counts[0] + T.Select(score > least[0], T.int32(1), T.int32(0)), 0)
+            put(counts, counts[1] + T.Select(score == least[0], T.int32(1), T.int32(0)), 1)
         put(above, counts[0], thread)
         put(level, counts[1], thread)
         barrier()
@@ -164,14 +180,12 @@ def _choose(
             put(total, total[0] + above[other], 0)
         wanted = T.Bind(most - total[0])  # of the equal ones
         equal, place = filled(T.Bind(before[1])), filled(T.Bind(before[0] + T.min(before[1], wanted)))
-        with T.serial(own) as i:
-            key = T.Bind(thread * own + i)
-            score, inside = T.Bind(Order[*row, T.min(key, last)]), key <= last
+        for key, score in each_own():
             same = T.Bind(score == least[0])
-            with T.If(inside & ((score > least[0]) | (same & (equal[0] < wanted)))), T.Then():
+            with T.If((key <= last) & ((score > least[0]) | (same & (equal[0] < wanted)))), T.Then():
                 put(Ids, key, row[0], row[1] * op.used + T.min(place[0], T.int32(op.used - 1)))
                 put(place, place[0] + 1, 0)
-            put(equal, equal[0] + T.Select(inside & same, T.int32(1), T.int32(0)), 0)
+            put(equal, equal[0] + T.Select(same, T.int32(1), T.int32(0)), 0)
 
 
 @builds(SelectedAttention)
@@ -180,7 +194,7 @@ def selected_attention(op: SelectedAttention, arch: Device, state: Buffer, plan:
     scores of."""
     spec, m, waves = op.layer, op.m, _waves(arch)
     threads = arch.wave * waves
-    if 8 * op.most_keys + 1024 > arch.lds:
+    if 8 * op.most_keys + 4 * THREADS * UNIT + 1024 > arch.lds:
         raise ValueError(f"{op.most_keys} keys: shared memory holds fewer")
     rows, pages = place_args(m, spec)
     Q = T.arg("Qo", T.buffer((m, spec.heads, spec.width), "float16"))
@@ -199,11 +213,6 @@ def selected_attention(op: SelectedAttention, arch: Device, state: Buffer, plan:
         def element(there: Expr, column: Expr, size: int) -> Expr:
             tile, within = T.Bind(there % PAGE // KEYS), T.Bind(there % KEYS)
             return cache.Kc[there // PAGE, kv, tile, column // UNIT, within, at(column % UNIT, size)]
-
-        def value_of(there: Expr, column: Expr) -> Expr:
-            if spec.values:
-                return element(there, column, 1)
-            return cache.Vc[there // PAGE, kv, there % PAGE // UNIT, column, there % UNIT]
 
         top = filled(T.float32(LOWEST))
         steps = T.Bind((count + (threads - 1)) // threads)
@@ -238,10 +247,43 @@ def selected_attention(op: SelectedAttention, arch: Device, state: Buffer, plan:
                 put(total, total[0] + weight, 0)
         total = workgroup_sum(arch, waves, total[0], parts[1], wave, lane)
         inverse = rcp(with_sink(sinks, head, total, largest[0], 0))
+        if spec.values and spec.value_d // UNIT <= threads:
+            _sum_units(op, arch, threads, element, (scores, places, Y), (row, head), (thread, count), inverse)
+            return
         for first in range(0, spec.value_d, threads):
             column, result = T.Bind(T.min(first + thread, T.int32(spec.value_d - 1))), filled(T.float32(0))
             with T.serial(count) as number:
-                value = T.cast(value_of(T.Bind(places[number]), column), "float32")
+                there = T.Bind(places[number])
+                if spec.values:
+                    value = element(there, column, 1)
+                else:
+                    value = cache.Vc[there // PAGE, kv, there % PAGE // UNIT, column, there % UNIT]
+                value = T.cast(value, "float32")
                 put(result, fma(scores[number], value, result[0]), 0)
             with T.If(first + thread < spec.value_d), T.Then():
                 put(Y, result[0] * inverse, row, head * spec.value_d + column)
+
+
+def _sum_units(op: SelectedAttention, arch: Device, threads: int, element, buffers, place, of, inverse: Expr) -> None:
+    """The result of a head of a row. A thread has a unit of the columns, and of the keys as many as there are threads
+    for each unit; their sums meet in shared memory."""
+    (scores, places, Y), (row, head), (thread, count), d = buffers, place, of, op.layer.value_d
+    units = d // UNIT
+    slices = threads // units
+    unit, part = T.Bind(thread % units), T.Bind(thread // units)
+    sums, own = T.alloc_buffer((slices, d), "float32", scope="shared"), filled(T.float32(0), UNIT)
+    with T.serial(T.max((count - part + (slices - 1)) // slices, T.int32(0))) as step:
+        number = T.Bind(T.min(step * slices + part, count - 1))
+        weight = T.Bind(scores[number])
+        for i, x in enumerate(elements(T.Bind(element(T.Bind(places[number]), unit * UNIT, UNIT)))):
+            put(own, fma(weight, T.cast(x, "float32"), own[i]), i)
+    with T.If(part < slices), T.Then():
+        for i in range(UNIT):
+            put(sums, own[i], part, unit * UNIT + i)
+    barrier()
+    for first in range(0, d, threads):
+        column, total = T.Bind(T.min(first + thread, T.int32(d - 1))), T.float32(0)
+        for i in range(slices):
+            total = total + sums[i, column]
+        with T.If(first + thread < d), T.Then():
+            put(Y, total * inverse, row, head * d + column)
