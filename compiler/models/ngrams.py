@@ -13,6 +13,7 @@ from tvm import relax, te, tirx
 
 from mlc_amd.compiler.models.decoder_parts import embedded
 from mlc_amd.compiler.models.recurrent_config import BITS, LAGS, LIMBS, NGRAMS, DeltaNetConfig, NgramConfig
+from mlc_amd.compiler.models.streams import normed_streams
 from mlc_amd.schedules.operators import CausalConv
 
 if TYPE_CHECKING:
@@ -27,12 +28,12 @@ def added(g: Graph, x, i: int) -> relax.Var:
     d = g.config.layers[i].mixer
     if not isinstance(d, DeltaNetConfig) or not (n := d.ngrams):
         return x
-    block, eps, hidden = f"blk.{i}.ple_", g.config.norm_eps, g.config.hidden
+    block, hidden = f"blk.{i}.ple_", g.config.hidden
     parts = [embedded(g, NGRAMS, numbers) for numbers in _numbers(g, n, i)]
     e = g.joined(*(g.columns(part, 0, n.dim) for part in parts))
     key, value = (g.linear(e, f"{block}{name}.weight") for name in ("key", "value"))
-    key = g.group_norm(g.columns(key, 0, n.streams * hidden), f"{block}norm_key.weight", n.streams, eps)
-    query = g.group_norm(x, f"{block}norm_query.weight", n.streams, eps)
+    key = normed_streams(g, g.columns(key, 0, n.streams * hidden), f"{block}norm_key.weight", n.streams)
+    query = normed_streams(g, x, f"{block}norm_query.weight", n.streams)
     streams = ([g.columns(x, s * hidden, hidden) for x in (key, query)] for s in range(n.streams))
     products = [g.bb.emit(OPS.sum(g.multiply(*both), -1, keepdims=True)) for both in streams]
     gates = g.bb.emit_te(_gates, g.scaled(g.joined(*products), hidden**-0.5), primfunc_name_hint="gates")
@@ -43,7 +44,7 @@ def added(g: Graph, x, i: int) -> relax.Var:
         )
 
     v = g.bb.emit_te(spread, value, gates, primfunc_name_hint="spread_values")
-    y = _convolved(g, g.group_norm(v, f"{block}norm_conv.weight", n.streams, eps), i, "taps", n.reach, "silu")
+    y = _convolved(g, normed_streams(g, v, f"{block}norm_conv.weight", n.streams), i, "taps", n.reach, "silu")
     return g.add(x, g.add(v, y))
 
 

@@ -31,7 +31,7 @@ def around(g: Graph, x, i: int, which: str, block: Callable[[Any], relax.Var]) -
         y = block(_read(g, x, pre, s.count))
         return _spread(g, x, y, post, mixing, s.count)
     if isinstance(s, GatedConfig):
-        normed = g.group_norm(x, f"blk.{i}.hc_{which}_norm.weight", s.count, g.config.norm_eps)
+        normed = normed_streams(g, x, f"blk.{i}.hc_{which}_norm.weight", s.count)
         h = _gated(g, normed, s, f"blk.{i}.hc_{which}")
         share = g.scaled(g.linear(normed, f"blk.{i}.hc_{which}_inject.weight"), 1.0 / s.count)
         factors = g.scaled(g.bb.emit(OPS.sigmoid(g.columns(share, 0, s.count))), 2.0)
@@ -119,6 +119,13 @@ def _spread(g: Graph, x, y, factors, mixing, count: int) -> relax.Var:
     return g.bb.emit_te(
         spread, x, y, factors, *([] if mixing is None else [mixing]), primfunc_name_hint="spread_streams"
     )
+
+
+def normed_streams(g: Graph, x, name: str, count: int) -> relax.Var:
+    """The RMS norm of each stream, which has weights of its own."""
+    n = shape_of(x)[1] // count
+    parts = [g.rms_norm(g.columns(x, i * n, n), "") for i in range(count)]
+    return g.multiply(g.joined(*parts), g.vector(name, exact=True))
 
 
 def _gated(g: Graph, normed, s: GatedConfig, name: str) -> relax.Var:
