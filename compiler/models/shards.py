@@ -175,6 +175,11 @@ def _attention(a: AttentionConfig, own: Mapping[str, Tensor], gpus: int):
         found["attn_sinks.weight"] = _heads("rows", a.heads, 1, gpus)
         found["attn_gate.weight"] = _heads("rows", a.heads, 1 if a.head_gate else a.latent.value, gpus)
         return replace(a, heads=heads), found
+    if (i := a.indexer) and i.by_head:
+        if a.kv_heads % gpus:
+            return None
+        found["indexer.q_proj.weight"] = _heads("rows", i.heads, i.dim, gpus)
+        a = replace(a, indexer=replace(i, heads=i.heads // gpus))
     q, k = (_heads("rows", count, a.head_dim, gpus) for count in (a.heads, a.kv_heads))
     for which, cut in (("q", q), ("q_gate", q), ("k", k), ("v", _heads("rows", a.kv_heads, a.values, gpus))):
         found |= {f"attn_{which}.weight": cut, f"attn_{which}.bias": cut}

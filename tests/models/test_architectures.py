@@ -33,7 +33,7 @@ MAX_CHANGE = 2e-3  # of the logits' range, however the tokens come
 PARTS = {
     "afmoe", "arctic", "bloom", "cohere2moe", "dbrx", "deci", "deepseek32", "falcon", "gpt2", "hy_v3", "hy_v4",
     "kimi-k3", "laguna", "mamba", "minimax-01", "minimax-m3", "muse-glimmer", "olmo", "openelm", "plamo3", "qwen4exp",
-    "smallthinker", "stablelm",
+    "smallthinker", "stablelm", "step35",
 }  # fmt: skip
 KEPT = [name for name in architectures.MODELS if name not in architectures.LLAMACPP or name in PARTS]
 

@@ -361,6 +361,14 @@ LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     ),
     "smallthinker": (EXPERTS | {"expert_gating_func": 2, "block_count": 2}, ()),
     "spark2_5": (_WINDOWS | _ALTERNATING, ()),
+    "step35": (
+        EXPERTS | _WINDOWS | {"attention.sliding_window_pattern": [0, 1, 1, 0], "rope.freq_base_swa": 1000.0}
+        | {"attention.head_count": [4, 6, 6, 4], "rope.dimension_count_swa": 64, "expert_weights_norm": True}
+        | {"expert_weights_scale": 1.5, "swiglu_clamp_exp": [0.0, 0.0, 0.5, 0.25], "expert_gating_func": 2}
+        | {"swiglu_clamp_shexp": [0.0, 0.0, 0.25, 0.5], "expert_shared_feed_forward_length": 96},
+        ("output.weight", *_SELECTION, *(f"blk.{i}.ffn_gate_inp.weight" for i in (1, 2, 3)),
+         "blk.*.attn_q_norm.weight", "blk.*.attn_gate.weight"),
+    ),
     "stablelm": (_PARTIAL, ("output.weight", "blk.*.attn_q_norm.weight", "output_norm.bias", *_biases("attn_norm"))),
     "starcoder": ({}, (*_QKV, "blk.*.attn_qkv.bias", *_LAYER_NORM_BIAS, *_UNGATED_BIAS)),
     "talkie": ({"logit_scale": 0.5}, ("output.weight",)),
