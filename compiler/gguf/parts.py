@@ -20,8 +20,8 @@ from mlc_amd.compiler.models.recurrent_config import (
     NgramConfig,
 )
 from mlc_amd.compiler.models.recurrent_tensors import BLOCK
+from mlc_amd.compiler.models.residuals.config import GatedConfig, part_name
 from mlc_amd.compiler.models.rope import alibi_slopes
-from mlc_amd.compiler.models.stream_config import GatedConfig, part_name
 from mlc_amd.compiler.models.tensors import SCALE, Part, factor_names, merged_parts
 
 

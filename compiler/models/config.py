@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from mlc_amd.compiler.models.draft_config import DraftConfig, PredictorConfig
 from mlc_amd.compiler.models.encoder_config import EncoderConfig
 from mlc_amd.compiler.models.recurrent_config import Recurrent
-from mlc_amd.compiler.models.stream_config import Streams
+from mlc_amd.compiler.models.residuals.config import Streams
 
 BARE = "bare"  # ModelConfig.embedding_norm
 POSITION = 8  # columns of a key's position: where ALiBi is a part of q . k

@@ -32,7 +32,7 @@ from mlc_amd.compiler.models import transformer
 from mlc_amd.compiler.models.config import LayerConfig, Norms
 from mlc_amd.compiler.models.draft_config import DraftConfig
 from mlc_amd.compiler.models.drafts import PLACES, PREFIX
-from mlc_amd.compiler.models.stream_config import FEED_FORWARD
+from mlc_amd.compiler.models.residuals.config import FEED_FORWARD
 from mlc_amd.compiler.ops import shape_of
 from mlc_amd.runtime.artifact.io_names import DRAFTED
 from mlc_amd.schedules.operators.layouts import padded

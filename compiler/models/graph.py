@@ -14,6 +14,7 @@ from tvm import relax, te
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.models import exchanges, index_keys, packed
+from mlc_amd.compiler.models.activations import ACTIVATIONS
 from mlc_amd.compiler.models.config import AttentionConfig, ModelConfig, attentions
 from mlc_amd.compiler.models.model import Model
 from mlc_amd.compiler.models.tensors import SCALE
@@ -50,21 +51,6 @@ OPS: Any = relax.op  # TVM declares their arguments as expressions only
 ONES = "ones."  # prefix of the names of vectors of ones, before their length
 TEMPERATURES = "temperatures"  # name of the table of TemperatureConfig's factors
 BLOCK = 32  # columns: kernels of norms take whole blocks
-
-
-def _relu_sq(x):
-    return OPS.power(OPS.nn.relu(x), relax.const(2.0, "float32"))
-
-
-def _quick_gelu(x):
-    return OPS.multiply(x, OPS.sigmoid(OPS.multiply(x, relax.const(1.702, "float32"))))
-
-
-# of FeedForwardConfig.act and VisionConfig.act
-ACTIVATIONS = {
-    "silu": relax.op.nn.silu, "gelu": relax.op.nn.gelu_tanh, "relu_sq": _relu_sq, "gelu_erf": relax.op.nn.gelu,
-    "quick_gelu": _quick_gelu, "tanh": relax.op.tanh,
-}  # fmt: skip
 
 
 @dataclass

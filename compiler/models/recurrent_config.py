@@ -32,7 +32,7 @@ LAGS = 32  # columns of a state that has the last tokens, of which as many are u
 
 @dataclass(frozen=True)
 class NgramConfig:
-    """Embeddings of the last tokens, added to the streams X_i of residuals (stream_config.py) before a layer (Qwen 4).
+    """Embeddings of the last tokens, added to the residual streams X_i (residuals/config.py) before a layer.
 
     For each n from 2 to `size` and each of `heads`, a row of a table: that of the number offset + (xor over j < n of
     multiplier_j * token_{p-j}) % size of that head. What is at or before a token `end`, but not the row's own, counts

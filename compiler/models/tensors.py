@@ -23,7 +23,7 @@ from mlc_amd.compiler.models.draft_config import PredictorConfig
 from mlc_amd.compiler.models.encoder_config import EncoderConfig
 from mlc_amd.compiler.models.recurrent_config import NGRAM_NORMS, NGRAMS, DeltaNetConfig
 from mlc_amd.compiler.models.recurrent_tensors import BLOCK, Listed, Part, Shape
-from mlc_amd.compiler.models.stream_config import ATTENTION, FEED_FORWARD, GatedConfig, Streams
+from mlc_amd.compiler.models.residuals.config import ATTENTION, FEED_FORWARD, GatedConfig, Streams
 
 
 def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from tvm import relax
 
-from mlc_amd.compiler.models import decoder_parts, exchanges, images, indexers, ngrams, packed, recurrent, streams
+from mlc_amd.compiler.models import decoder_parts, exchanges, images, indexers, packed, recurrent
 from mlc_amd.compiler.models import mixture as mixture_graph
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LatentConfig, LayerConfig, Norms
-from mlc_amd.compiler.models.stream_config import ATTENTION, FEED_FORWARD
+from mlc_amd.compiler.models.residuals import ngrams, streams
+from mlc_amd.compiler.models.residuals.config import ATTENTION, FEED_FORWARD
 from mlc_amd.runtime.artifact.io_names import DRAFTED
 from mlc_amd.schedules.operators.layouts import padded
 

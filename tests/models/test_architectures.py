@@ -9,6 +9,7 @@ import json
 
 import architectures
 import encoders
+import further_architectures
 import numpy as np
 import pytest
 import vulkan_harness
@@ -94,7 +95,7 @@ REFERENCES = sorted(
 def test_exact_logits(shared, tmp_path, name):
     """A random f16 model against logits that llama.cpp computed from the same weights in float32."""
     path = tmp_path / "model.gguf"
-    facts, exact = architectures.referenced(shared, name, path)
+    facts, exact = further_architectures.referenced(shared, name, path)
     with GGUFModel.open(path) as model:
         # the references' context: it decides between RoPE's factors for short and for long ones
         compile_model(model, tmp_path / "model", CompileOptions(target="cpu", ctx=512, tuned="none"))

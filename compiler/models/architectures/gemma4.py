@@ -19,7 +19,7 @@ from mlc_amd.compiler.models.metadata import (
     read_rope,
 )
 from mlc_amd.compiler.models.registry import architecture
-from mlc_amd.compiler.models.stream_config import ATTENTION, FEED_FORWARD
+from mlc_amd.compiler.models.residuals.config import ATTENTION, FEED_FORWARD
 from mlc_amd.compiler.models.tensors import Shape, expert_tensors
 from mlc_amd.compiler.models.tensors import tensors as common_tensors
 from mlc_amd.compiler.models.transformer import add_all, dense, logits, mixture, residual_block

@@ -26,7 +26,7 @@ from mlc_amd.compiler.models.metadata import (
 )
 from mlc_amd.compiler.models.recurrent_config import NGRAMS, ChannelDeltaConfig, NgramConfig
 from mlc_amd.compiler.models.registry import architecture
-from mlc_amd.compiler.models.stream_config import CheckpointConfig, GatedConfig, HyperConfig
+from mlc_amd.compiler.models.residuals.config import CheckpointConfig, GatedConfig, HyperConfig
 from mlc_amd.schedules.operators.experts import LIMITED, SITU
 
 

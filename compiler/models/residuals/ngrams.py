@@ -13,7 +13,7 @@ from tvm import relax, te, tirx
 
 from mlc_amd.compiler.models.decoder_parts import embedded
 from mlc_amd.compiler.models.recurrent_config import BITS, LAGS, LIMBS, NGRAMS, DeltaNetConfig, NgramConfig
-from mlc_amd.compiler.models.streams import normed_streams
+from mlc_amd.compiler.models.residuals.streams import normed_streams
 from mlc_amd.schedules.operators import CausalConv
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Residual streams of a decoder's graph that are more than x + block(x): stream_config.py has the formulas."""
+"""Residual streams of a decoder's graph that are more than x + block(x): config.py has the formulas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tvm import relax, te
 
 from mlc_amd.compiler.models import exchanges
-from mlc_amd.compiler.models.stream_config import ATTENTION, CheckpointConfig, GatedConfig, HyperConfig, part_name
+from mlc_amd.compiler.models.residuals.config import ATTENTION, CheckpointConfig, GatedConfig, HyperConfig, part_name
 from mlc_amd.compiler.ops import shape_of
 
 if TYPE_CHECKING:
