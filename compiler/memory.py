@@ -66,7 +66,7 @@ def kept(config: ModelConfig, backend, ctx: int) -> list[KvTensor]:
     for name, (shape, dtype) in backend.kv_types(config, ctx).items():
         if spans[name] != STATE:
             add(name, (sequence_pages(spans[name], ctx, longest), *shape[1:]), dtype)
-    if states := backend.state_types(config):
+    if states := backend.state_types(config, ctx):
         cell = sum(nbytes({"shape": shape[1:], "dtype": dtype}) for shape, dtype in states.values())
         cells = cell_count(sum(map(nbytes, found)), cell)
         for name, (shape, dtype) in states.items():

@@ -20,7 +20,7 @@ from mlc_amd.compiler.codegen import generic
 from mlc_amd.compiler.codegen.kernel_workers import ALONE, Workers
 from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig
-from mlc_amd.compiler.models.index_keys import indexers
+from mlc_amd.compiler.models.index_keys import averages, chooses, indexers
 from mlc_amd.compiler.nodes import fields_of, parts_of
 from mlc_amd.compiler.work import buffers, work
 from mlc_amd.runtime.artifact.manifest import ManifestTarget
@@ -107,14 +107,14 @@ class Target(ABC):
         window, chunk = (size if size < ctx else 0 for size in (a.window, a.chunk))
         shape = a.heads, a.kv_heads, a.columns, ctx
         values, scale = a.latent.rank if a.latent else 0, a.scale or (a.head_dim**-0.5 if a.alibi else 0.0)
-        kv = latent_type(self.kv) if values else self.kv
+        kv = KV_TYPE if chooses(a, ctx) else latent_type(self.kv) if values else self.kv
         return Attention(*shape, scale, window, a.softcap, a.sinks, chunk, kv, values)
 
     def spans(self, config: ModelConfig, ctx: int) -> dict[str, int]:
         """Cache tensor to the span of its layer: those of the same span share pages. States have STATE."""
         found = {i: self.layer(a, ctx) for i, a in _own_caches(config) if not config.encoder}
         spans = {f"{which}.{i}": layer.span for i, layer in found.items() for which in layer.cache}
-        return spans | dict.fromkeys(indexers(config, ctx), 0) | dict.fromkeys(self.state_types(config), STATE)
+        return spans | dict.fromkeys(indexers(config, ctx), 0) | dict.fromkeys(self.state_types(config, ctx), STATE)
 
     @abstractmethod
     def expert_tile(self, m: int) -> int:
@@ -130,17 +130,18 @@ class Target(ABC):
         one's have none."""
         caches = {f"{which}.{i}": of for i, a in _own_caches(config) for which, of in self.cache_types(a, ctx).items()}
         caches |= {name: (op.cache_shape(), "float16") for name, op in indexers(config, ctx).items()}
-        return {} if config.encoder else caches | self.state_types(config)
+        return {} if config.encoder else caches | self.state_types(config, ctx)
 
     @staticmethod
-    def state_types(config: ModelConfig) -> TensorTypes:
+    def state_types(config: ModelConfig, ctx: int) -> TensorTypes:
         """The states of layers that keep one for each sequence, name to (shape, dtype): "conv.3" .., by cell."""
-        return {
-            f"{name}.{i}": ((CELLS, *shape), "float32")
+        shapes = {
+            f"{name}.{i}": shape
             for i, layer in enumerate(config.layers)
             if layer.recurrent
             for name, shape in layer.recurrent.states(config.hidden).items()
         }
+        return {name: ((CELLS, *shape), "float32") for name, shape in (shapes | averages(config, ctx)).items()}
 
     fuses_rope = False  # decode attention rotates and writes the cache itself
     fuses_route = False  # one kernel makes the norm, the logits and the choice of a token's experts

@@ -11,7 +11,16 @@ import numpy as np
 
 from mlc_amd.compiler.gguf.tensor import Tensor
 from mlc_amd.compiler.models.config import ExpertsConfig, ModelConfig
-from mlc_amd.compiler.models.recurrent_config import LinearAttentionConfig
+from mlc_amd.compiler.models.recurrent_config import (
+    BITS,
+    LAGS,
+    LIMBS,
+    DeltaNetConfig,
+    LinearAttentionConfig,
+    NgramConfig,
+)
+from mlc_amd.compiler.models.recurrent_tensors import BLOCK
+from mlc_amd.compiler.models.residuals.config import GatedConfig, part_name
 from mlc_amd.compiler.models.rope import alibi_slopes
 from mlc_amd.compiler.models.tensors import SCALE, Part, factor_names, merged_parts
 
@@ -25,10 +34,27 @@ def graph_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[st
         source = made.pop(part.source, None) or tensors[part.source]
         made[part.name] = _part(part, source)
         _add_companions(part, source, tensors, made)
+    if isinstance(s := config.streams, GatedConfig):
+        norm = made.pop("output_hc_norm.weight")
+        for i in range(s.count):
+            name = f"{part_name(i)}.weight"
+            made[name] = Tensor.made(name, (config.hidden,), partial(_row, norm, i))
     for i, layer in enumerate(config.layers):
+        if (a := layer.attention) and (of := a.indexer) and of.block > 1 and not of.by_head:
+            name = f"blk.{i}.indexer.mean"
+            made[name] = Tensor.made(
+                name, (of.dim * of.block,), partial(np.full, of.dim * of.block, 1 / of.block, "f4")
+            )
         if (a := layer.attention) and a.alibi and not config.encoder:
             name = f"blk.{i}.attn_slopes"
             made[name] = Tensor.made(name, (a.heads,), partial(alibi_slopes, a.heads, a.alibi))
+        if isinstance(d := layer.mixer, DeltaNetConfig) and (n := d.ngrams):
+            lags, taps = f"blk.{i}.ple_lags", f"blk.{i}.ple_taps"
+            made[lags] = Tensor.made(lags, (LAGS * n.size,), partial(_lags, n))
+            kernel, name = made.pop(f"blk.{i}.ple_conv1d.weight"), f"blk.{i}.ple_products.weight"
+            columns = -(-n.size * LIMBS // BLOCK) * BLOCK
+            made[name] = Tensor.made(name, (config.vocab, columns), partial(_products, n, config.vocab, columns))
+            made[taps] = Tensor.made(taps, (kernel.shape[0] * n.reach,), partial(_taps, n, kernel))
         if isinstance(a := layer.mixer, LinearAttentionConfig):
             name = f"blk.{i}.attn_decay"
             made[name] = Tensor.made(name, (a.heads,), partial(_decay, a))
@@ -41,6 +67,29 @@ def graph_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[st
 def _decay(a: LinearAttentionConfig) -> np.ndarray:
     """What the states of each head decay by in a step, as an exponent."""
     return (-a.factor * 2.0 ** (-8.0 / a.heads * np.arange(1, a.heads + 1))).astype(np.float32)
+
+
+def _row(tensor: Tensor, i: int) -> np.ndarray:
+    return tensor.dequantize()[i]
+
+
+def _lags(n: NgramConfig) -> np.ndarray:
+    """Of a convolution that has in column j what was j positions before."""
+    return np.eye(n.size, dtype=np.float32)[:, ::-1][np.arange(LAGS) % n.size].reshape(-1)
+
+
+def _products(n: NgramConfig, vocab: int, columns: int) -> np.ndarray:
+    """Of each token with each multiplier the limbs, the lowest first."""
+    products = np.arange(vocab, dtype=np.uint64)[:, None] * np.array(n.multipliers, np.uint64)
+    limbs = products[:, :, None] >> (np.arange(LIMBS, dtype=np.uint64) * np.uint64(BITS)) & np.uint64((1 << BITS) - 1)
+    return np.pad(limbs.reshape(vocab, -1), ((0, 0), (0, columns - n.size * LIMBS))).astype(np.float32)
+
+
+def _taps(n: NgramConfig, kernel: Tensor) -> np.ndarray:
+    """The convolution's numbers with zeros for the positions between."""
+    found = np.zeros((kernel.shape[0], n.reach), np.float32)
+    found[:, :: n.size] = kernel.dequantize().reshape(-1, n.taps)
+    return found.reshape(-1)
 
 
 def _part(part: Part, source: Tensor) -> Tensor:

@@ -127,6 +127,17 @@ _GLM5 = (
     | {"attention.q_lora_rank": 2048, "attention.key_length_mla": 256, "attention.value_length_mla": 256}
     | {"attention.indexer.head_count": 32}
 )
+_STEP35 = (
+    _experts(288, 8, 1280)
+    | {"attention.sliding_window": 512, "attention.sliding_window_pattern": [int(i % 4 > 0) for i in range(45)]}
+    | {"attention.head_count": [96 if i % 4 else 64 for i in range(45)], "rope.freq_base_swa": 10000.0}
+    | {"expert_shared_feed_forward_length": 1280, "expert_weights_norm": True, "expert_weights_scale": 3.0}
+    | {
+        "expert_gating_func": 2,
+        "swiglu_clamp_exp": [0.0] * 43 + [7.0] * 2,
+        "swiglu_clamp_shexp": [0.0] * 43 + [16.0] * 2,
+    }
+)
 _DEEPSEEK_V32 = (
     _experts(256, 8, 2048)
     | _LATENT
@@ -242,6 +253,16 @@ PRESETS = {
         "kimi-linear",
         _sizes(27, 2304, 9216, 32, 1, 576, 163840, 1048576, 1e-5, 10000.0, more=_KIMI_LINEAR),
         ("output.weight", "blk.*.exp_probs_b.bias"),
+    ),
+    "step-3.5-flash": Preset(
+        "step35",
+        _sizes(45, 4096, 11264, 64, 8, 128, 128896, 262144, 1e-5, 5e6, more=_STEP35),
+        (
+            "output.weight",
+            "blk.*.attn_gate.weight",
+            "blk.*.attn_q_norm.weight",
+            *(f"blk.{i}.{name}" for i in range(3, 45) for name in ("ffn_gate_inp.weight", "exp_probs_b.bias")),
+        ),
     ),
     "lfm2-8b-a1b": Preset("lfm2moe", _sizes(24, 2048, 7168, 32, 8, 64, 65536, 128000, 1e-5, 1e6, more=_LFM2_MOE), ()),
     "qwen35-27b": Preset("qwen35", _sizes(64, 5120, 17408, 24, 4, 256, 248320, 262144, 1e-6, 1e7, more=_QWEN35)),

@@ -15,12 +15,13 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 
 _CHUNK_BYTES = 16 << 20
+WIDE = ".ple.layer_multipliers", ".ple.head_offsets", ".ple.head_vocab_sizes"  # lists of uint64
 
 
 def write_gguf(model: GGUFModel, path: str | Path) -> None:
     """Writes `model`, replacing what is at `path`. Metadata types, which Python values do not determine, are those
-    that llama.cpp expects: uint32 (int32 in arrays and for negative numbers, uint64 for large ones), float32, bool,
-    string. UserError when the file cannot be written (full disk, missing folder, no permission)."""
+    that llama.cpp expects: uint32 (int32 in arrays and for negative numbers, uint64 for large ones and in WIDE),
+    float32, bool, string. UserError when the file cannot be written (full disk, missing folder, no permission)."""
     path = Path(path)
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -50,9 +51,9 @@ def write_header(model: GGUFModel, path: Path) -> None:
     for key, value in model.metadata.items():
         # The writer puts the architecture itself; the others describe the layout of the file that `model` came from.
         if key not in ("general.architecture", "general.alignment") and not key.startswith("split.") and value != []:
-            writer.add_key_value(
-                key, value, _value_type(value), _value_type(value[0], True) if isinstance(value, list) else None
-            )
+            of_entries = _value_type(value[0], True) if isinstance(value, list) else None
+            wide = key.endswith(WIDE)
+            writer.add_key_value(key, value, _value_type(value), gguf.GGUFValueType.UINT64 if wide else of_entries)
     for tensor in model.stored.values():
         kind = gguf.GGMLQuantizationType(FORMATS[tensor.format].gguf_type)
         # `kind` overrides the dtype; only uint8 would matter: the writer takes such shapes for counts of bytes.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from mlc_amd.compiler.models.draft_config import DraftConfig, PredictorConfig
 from mlc_amd.compiler.models.encoder_config import EncoderConfig
 from mlc_amd.compiler.models.recurrent_config import Recurrent
+from mlc_amd.compiler.models.residuals.config import Streams
 
 BARE = "bare"  # ModelConfig.embedding_norm
 POSITION = 8  # columns of a key's position: where ALiBi is a part of q . k
@@ -76,16 +77,23 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class IndexerConfig:
-    """What chooses the keys that a row sees, where there are more than `used`; of latent attention
-    (`schedules.operators.indexer.SelectKeys`): indexer.attn_q_b makes its queries of what attn_q_a_norm returns,
-    indexer.attn_k and a layer norm, indexer.k_norm, the keys, which all heads share, indexer.proj the heads' weights.
-    Of other attention (MiniMax M3: blocks of keys) the choice is not known: contexts are limited to `used` tokens.
+    """What chooses the keys that a row sees, where there are more than `used`
+    (`schedules.operators.indexer.SelectKeys`). Of latent attention: indexer.attn_q_b makes its queries of what
+    attn_q_a_norm returns, indexer.attn_k and a layer norm, indexer.k_norm, the keys, which all heads share,
+    indexer.proj the heads' weights. Of other attention, which chooses blocks: indexer.q_proj and indexer.k_proj, both
+    with an RMS norm of each head, before RoPE. by_head: KV heads choose for themselves; else a block's key, before its
+    norm, is the mean of its positions', and rotated as at its first.
     """
 
     heads: int
     dim: int  # columns of a key
     used: int
-    rope: str  # key of ModelConfig.ropes, of the leading columns
+    rope: str  # key of ModelConfig.ropes, of the leading columns, or the last ones
+    last: bool = False
+    eps: float = 1e-6  # of the keys' norm
+    block: int = 1  # positions that are chosen together; divides `used`
+    by_head: bool = False
+    local: int = 0  # blocks before a row that it sees in any case
     own: bool = True  # False: the layer takes the choice of the last one that has its own
 
 
@@ -185,9 +193,11 @@ class ExpertsConfig:
     count: int
     used: int
     size: int  # columns between gate/up and down
-    act: str = "silu"  # or "gelu", "swiglu_oai" (gpt-oss), "relu" (see `gated`), "gelu_alone" (of up), "silu_max_7.0"
+    act: str = "silu"  # or "gelu", "swiglu_oai" (gpt-oss), "relu" (see `gated`), "gelu_alone" (of up), or with numbers
     gated: bool = True  # False: there is no gate, and up stands for it: relu(up x) * (up x) is the square of relu(up x)
     latent: int = 0  # columns that ffn_latent_down makes of x for the experts, and ffn_latent_up of theirs; 0: as x
+    latent_name: str = "latent"  # in the names of these
+    latent_norm: bool = False  # ffn_latent_norm: RMS norm of the experts' sum
     gating: str = "softmax"
     normalize: bool = True  # weights are divided by their sum
     scale: float = 1.0  # on the weights, after that
@@ -275,6 +285,7 @@ class ModelConfig:
     logit_softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: none
     layer_embedding: int = 0  # columns of a second embedding of each token, one for each layer (gemma4); 0: none
     unused: tuple[str, ...] = ()  # tensors of the file that are not read
+    streams: Streams | None = None  # in place of x + block(x)
     encoder: EncoderConfig | None = None
     draft: DraftConfig | None = None  # whose layers follow the model's own
 

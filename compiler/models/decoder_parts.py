@@ -11,10 +11,9 @@ from tvm import relax, te
 from mlc_amd.compiler.models import exchanges
 from mlc_amd.compiler.models.config import BARE, AttentionConfig
 from mlc_amd.compiler.ops import shape_of
-from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.operators import Embed
 from mlc_amd.schedules.operators.attention import PAGE
-from mlc_amd.schedules.operators.experts import limit_of
+from mlc_amd.schedules.operators.experts import CUT, SITU, numbers_of
 from mlc_amd.schedules.operators.layouts import padded
 
 if TYPE_CHECKING:
@@ -71,12 +70,11 @@ def bare_norm(g: Graph, x, a: AttentionConfig, factors: str = "") -> relax.Var:
     return g.bb.emit(OPS.reshape(y, (m, columns)))
 
 
-def attended(g: Graph, q, k, v, layer: int) -> relax.Var:
+def attended(g: Graph, q, k, v, layer: int, ids=None) -> relax.Var:
     """`Graph.attention` of heads with the columns that they have in the cache, which may be more than their own."""
     a = g.config.layers[layer].attention
     assert a, "a layer with attention"
-    _check_length(g, a)
-    return _narrowed(g, g.attention(*_widened(g, q, k, v, layer), layer), a)
+    return _narrowed(g, g.attention(*_widened(g, q, k, v, layer), layer, ids), a)
 
 
 def _widened(g: Graph, q, k, v, layer: int) -> tuple[relax.Var, relax.Var, relax.Var]:
@@ -126,24 +124,19 @@ def _narrowed(g: Graph, y, a: AttentionConfig) -> relax.Var:
     return g.bb.emit(OPS.reshape(own, (g.m, a.heads * a.values)))
 
 
-def _check_length(g: Graph, a: AttentionConfig) -> None:
-    """UserError for a context in which rows would not see all keys of a layer whose choice of them is not known."""
-    if a.indexer and g.ctx > a.indexer.used:
-        raise UserError(
-            f"beyond {a.indexer.used} tokens {g.config.architecture} models choose blocks of keys, which is not "
-            f"supported; use --ctx {a.indexer.used}"
-        )
-
-
 def activated(g: Graph, gate, up, act: str) -> tuple:
     """The two factors before a block's last matrix."""
-    limit, cut = limit_of(act)
+    kind, numbers = numbers_of(act)
     if act == "swiglu_oai":  # gpt-oss
         gate = g.bb.emit(OPS.minimum(gate, relax.const(OAI_LIMIT, "float32")))
         up = g.bb.emit(OPS.add(clamped(g, up, OAI_LIMIT), relax.const(1.0, "float32")))
         return g.multiply(gate, g.bb.emit(OPS.sigmoid(g.scaled(gate, OAI_SLOPE)))), up
-    if not limit:
+    if not numbers:
         return g.activation(gate, act), up
+    if kind == SITU:
+        up = g.softcap(up, numbers[1]) if numbers[1] else up
+        return g.multiply(g.softcap(gate, numbers[0]), g.bb.emit(OPS.sigmoid(gate))), up
+    limit, cut = numbers[0], kind == CUT
     most = relax.const(limit, "float32")
     gate = gate if cut else g.bb.emit(OPS.minimum(gate, most))
     y = g.activation(gate, "silu")

@@ -32,6 +32,7 @@ from mlc_amd.compiler.models import transformer
 from mlc_amd.compiler.models.config import LayerConfig, Norms
 from mlc_amd.compiler.models.draft_config import DraftConfig
 from mlc_amd.compiler.models.drafts import PLACES, PREFIX
+from mlc_amd.compiler.models.residuals.config import FEED_FORWARD
 from mlc_amd.compiler.ops import shape_of
 from mlc_amd.runtime.artifact.io_names import DRAFTED
 from mlc_amd.schedules.operators.layouts import padded
@@ -110,7 +111,7 @@ def _eagle3(g: Graph, d: DraftConfig):
     e, normed = g.rms_norm(_embedding(g, d), block + "attn_norm.weight"), g.rms_norm(h, block + "attn_norm_2.weight")
     terms = transformer.attention(g, g.joined(e, normed), i)
     x = transformer.add_all(g, normed if d.normed_residual else h, terms)
-    g.drafted = transformer.residual_block(g, x, i, Norms("ffn_norm"), transformer.feed_forward)
+    g.drafted = transformer.residual_block(g, x, i, FEED_FORWARD, Norms("ffn_norm"), transformer.feed_forward)
     return _logits(g, d, g.drafted)
 
 

@@ -13,7 +13,8 @@ from tvm import relax, te
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.functions import FunctionSpec
-from mlc_amd.compiler.models import exchanges, packed
+from mlc_amd.compiler.models import exchanges, index_keys, packed
+from mlc_amd.compiler.models.activations import ACTIVATIONS
 from mlc_amd.compiler.models.config import AttentionConfig, ModelConfig, attentions
 from mlc_amd.compiler.models.model import Model
 from mlc_amd.compiler.models.tensors import SCALE
@@ -52,21 +53,6 @@ TEMPERATURES = "temperatures"  # name of the table of TemperatureConfig's factor
 BLOCK = 32  # columns: kernels of norms take whole blocks
 
 
-def _relu_sq(x):
-    return OPS.power(OPS.nn.relu(x), relax.const(2.0, "float32"))
-
-
-def _quick_gelu(x):
-    return OPS.multiply(x, OPS.sigmoid(OPS.multiply(x, relax.const(1.702, "float32"))))
-
-
-# of FeedForwardConfig.act and VisionConfig.act
-ACTIVATIONS = {
-    "silu": relax.op.nn.silu, "gelu": relax.op.nn.gelu_tanh, "relu_sq": _relu_sq, "gelu_erf": relax.op.nn.gelu,
-    "quick_gelu": _quick_gelu, "tanh": relax.op.tanh,
-}  # fmt: skip
-
-
 @dataclass
 class Graph:
     """One function under construction, for sequences of up to `ctx` tokens."""
@@ -82,6 +68,7 @@ class Graph:
     hidden: dict[int, relax.Var] = field(default_factory=dict)  # inputs of layers, once they are emitted
     drafted: relax.Var | None = None  # of transformer.predictor
     input: relax.Var | None = None  # the rows before the first layer
+    checkpoints: list[relax.Var] = field(default_factory=list)  # of CheckpointConfig, kept so far
     chosen: relax.Var | None = None  # of indexers.selected, by the last layer that chose
 
     def __post_init__(self):
@@ -169,9 +156,12 @@ class Graph:
         """The columns of x, then those of the others."""
         return self.bb.emit(OPS.concat([x, *others], axis=1)) if others else x
 
-    def answers(self, x, name: str) -> relax.Var:
-        """The last norm, which keeps the rows whose logits the function returns: what follows computes no others."""
-        y = self.norm(x, name, rows=self.spec.answers)
+    def answers(self, x, *names: str) -> relax.Var:
+        """The last norm, which keeps the rows whose logits the function returns: what follows computes no others. Of
+        several names each is that of an equal part of the columns."""
+        n = shape_of(x)[1] // len(names)
+        parts = [self.norm(self.columns(x, i * n, n), name, rows=self.spec.answers) for i, name in enumerate(names)]
+        y = self.joined(*parts)
         if output_rows(self.spec.answers, self.m) not in (1, self.m):
             self.state = self.parameter("answers", "io", tensor_type((4,), "int32"))
         return y
@@ -289,17 +279,27 @@ class Graph:
         arguments = self.rows, x, self.parameters[table][0]
         return self.bb.emit_te(times_factor, *arguments, primfunc_name_hint="scale_by_position")
 
-    def attention(self, q, k, v, layer: int) -> relax.Var:
-        """Head norms, RoPE, KV write and causal attention, as the layer's AttentionConfig describes them."""
+    def attention(self, q, k, v, layer: int, ids=None) -> relax.Var:
+        """Head norms, RoPE, KV write and causal attention, as the layer's AttentionConfig describes them. ids: of
+        `indexers.selected_blocks`."""
         if self.config.encoder:
             return packed.attention(self, q, k, v, layer)
-        a, block = self.config.layers[layer].attention, f"blk.{layer}."
+        a = self.config.layers[layer].attention
         assert a, "a layer with attention"
         if a.temperature and self.ctx + a.temperature.offset > a.temperature.length:
             q = self.scaled_by_position(q, TEMPERATURES)
         q, cache = self._rotated(a, q, k, v, layer)
-        sinks = [self.vector(f"{block}attn_sinks.weight", exact=True)] if a.sinks else []
-        return self._attended(a, q, cache, sinks)
+        if ids is not None:
+            choice = index_keys.operator(a, self.ctx, self.m)
+            op = SelectedAttention(
+                layer=self.target.layer(a, self.ctx), used=choice.used, m=self.m, block=choice.block, sets=choice.sets,
+                tail=not choice.by_head,
+            )  # fmt: skip
+            return self.emit(op, [self.rows, self.pages(0), q, ids, *cache, *self._sinks(a, layer)])
+        return self._attended(a, q, cache, self._sinks(a, layer))
+
+    def _sinks(self, a: AttentionConfig, layer: int) -> list[relax.Var]:
+        return [self.vector(f"blk.{layer}.attn_sinks.weight", exact=True)] if a.sinks else []
 
     def write_keys(self, k, v, layer: int) -> list[relax.Var]:
         """Writes keys and values of a layer, as `attention` does, and returns its cache."""
@@ -347,10 +347,11 @@ class Graph:
         op = LatentKvWrite(layer=layer_of, rope=rotation, m=self.m, query_dtype=self.target.query_dtype)
         written = self.emit(op, sources)
         q, *cache = (self.bb.emit(relax.TupleGetItem(written, i)) for i in range(1 + len(cache)))
+        sinks = self._sinks(a, layer)
         if ids is not None:
             op = SelectedAttention(layer=layer_of, used=shape_of(ids)[1], m=self.m)
-            return self.emit(op, [self.rows, pages, q, ids, *cache])
-        return self._attended(a, q, cache, [])
+            return self.emit(op, [self.rows, pages, q, ids, *cache, *sinks])
+        return self._attended(a, q, cache, sinks)
 
     def _attended(self, a: AttentionConfig, q, cache, sinks) -> relax.Var:
         """Attention of rotated queries with the cache, which has the rows' own keys."""

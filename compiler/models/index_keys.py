@@ -3,6 +3,8 @@
 Where a sequence has no more tokens than a row may see keys, all are seen, and there is no indexer.
 """
 
+from typing import Any
+
 from mlc_amd.compiler.models.config import AttentionConfig, ModelConfig
 from mlc_amd.schedules.operators import SelectKeys
 
@@ -15,7 +17,15 @@ def chooses(attention: AttentionConfig | None, ctx: int) -> bool:
 def operator(attention: AttentionConfig, ctx: int, m: int) -> SelectKeys:
     of = attention.indexer
     assert of, "a layer with an indexer"
-    return SelectKeys(heads=of.heads, d=of.dim, used=of.used, ctx=ctx, m=m)
+    used = of.used // of.block + (of.block > 1 and not of.by_head)
+    block: dict[str, Any] = {"block": of.block, "by_head": of.by_head, "local": of.local}
+    return SelectKeys(heads=of.heads, d=of.dim, used=used, ctx=ctx, m=m, **block)
+
+
+def averages(config: ModelConfig, ctx: int) -> dict[str, tuple[int, ...]]:
+    """Of layers whose blocks have the mean of their keys, by name: the shape of the state, the last keys."""
+    found = {i: a.indexer for i, layer in enumerate(config.layers) if (a := layer.attention) and chooses(a, ctx)}
+    return {f"mean.{i}": (of.block - 1, of.dim) for i, of in found.items() if of and of.block > 1 and not of.by_head}
 
 
 def indexers(config: ModelConfig, ctx: int) -> dict[str, SelectKeys]:

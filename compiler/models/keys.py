@@ -99,6 +99,13 @@ class Keys:
         self._check_length(key, value, layers)
         return [self._checked(key, entry, minimum) for entry in value]
 
+    def numbers(self, key: str) -> list[int]:
+        """A list of integers >= 0, of any length and size."""
+        value = self._get(key, None)
+        if not isinstance(value, list) or not all(isinstance(one, int) and one >= 0 for one in value):
+            raise self._wrong(key, value, "a list of integers >= 0")
+        return value
+
     def flags(self, key: str, layers: int) -> list[bool]:
         """One flag per layer: the list in the file, of flags or of 0 and 1."""
         value = self._get(key, None)

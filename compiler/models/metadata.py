@@ -44,7 +44,13 @@ NORMS_AFTER: dict[str, Any] = {
     "mixer_norms": Norms(after="post_attention_norm"), "feed_forward_norms": Norms(after="post_ffw_norm"),
 }  # fmt: skip
 SHARED_NORM: dict[str, Any] = {"parallel": True, "feed_forward_norms": Norms()}  # before mixer and block
-INTERLEAVED = ("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")  # architectures whose RoPE sections take turns
+INTERLEAVED = (
+    "qwen3vl",
+    "qwen3vlmoe",
+    "qwen35",
+    "qwen35moe",
+    "qwen4exp",
+)  # architectures whose RoPE sections take turns
 GATINGS = {1: "softmax", 2: "sigmoid", 3: "softmax_used"}  # of expert_gating_func
 
 

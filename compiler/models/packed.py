@@ -63,20 +63,20 @@ def _head_norms(g: Graph, x, heads: int, weight, a: AttentionConfig) -> relax.Va
     return g.bb.emit(OPS.reshape(normed, (g.m, heads * a.head_dim)))
 
 
-def rotated(g: Graph, x, table, d: int, rope: RopeConfig) -> relax.Var:
-    """The first columns of each head rotated by the angles of the row's position."""
+def rotated(g: Graph, x, table, d: int, rope: RopeConfig, start: int = 0) -> relax.Var:
+    """The columns of each head from `start` on rotated by the angles of the row's position."""
     half, last = rope.dim // 2, shape_of(x)[1] - 1
 
     def rotate(rows, x, table):
         def element(row, column: Any):
             position: Any = te.max(te.min(rows[row, 0], table.shape[0] - 1), 0)
-            place = column % d
+            place: Any = column % d - start
             first = place < half if rope.neox else place % 2 == 0
             step = half if rope.neox else 1
             other = te.if_then_else(first, -x[row, te.min(column + step, last)], x[row, te.max(column - step, 0)])
-            pair: Any = te.min(place % half if rope.neox else place // 2, half - 1)
+            pair: Any = te.max(te.min(place % half if rope.neox else place // 2, half - 1), 0)
             turned = x[row, column] * table[position, 2 * pair] + other * table[position, 2 * pair + 1]
-            return te.if_then_else(place < rope.dim, turned, x[row, column])
+            return te.if_then_else(te.all(place >= 0, place < rope.dim), turned, x[row, column])
 
         return te.compute(x.shape, element, "rotated")
 

@@ -67,20 +67,23 @@ def delta_net(g: Graph, h, i: int) -> list:
         eps=g.config.norm_eps,
     )  # fmt: skip
     y = g.run(op, [x, beta, alpha, *factors], i, "delta")
-    y = g.gate(y, gate, d.head_dim, silu=True, norm=block + "ssm_norm.weight")
+    y = g.gate(y, gate, d.head_dim, silu=not d.sigmoid, norm=block + "ssm_norm.weight")
     return [g.linear(y, block + "ssm_out.weight")]
 
 
 def channel_delta(g: Graph, h, i: int) -> list:
     d, block = g.config.layers[i].mixer, f"blk.{i}."
     assert isinstance(d, ChannelDeltaConfig)
-    names = [f"attn_{which}" for which in "qkv"] + ["ssm_beta", "ssm_f_a", "ssm_g_a"]
+    names = [*(f"attn_{which}" for which in "qkv"), "ssm_beta", d.decays[0], d.gates[0]]
     *qkv, beta, decay, gate = (g.linear(h, f"{block}{name}.weight") for name in names)
     x = causal_conv(g, qkv, [f"{block}ssm_conv1d_{which}" for which in "qkv"], i, act="silu")
+    for name in d.decays[1:]:
+        decay = g.linear(decay, f"{block}{name}.weight")
+    for name in d.gates[1:]:
+        gate = g.linear(gate, f"{block}{name}.weight")
     if d.bound:
         decay = bounded_decay(g, decay, d, block)
     else:
-        decay, gate = (g.linear(y, f"{block}ssm_{which}_b.weight") for y, which in ((decay, "f"), (gate, "g")))
         factors = [g.vector(block + name) for name in ("ssm_a", "ssm_dt.bias")]
         decay = g.emit(ChannelDecay(heads=d.heads, d=d.head_dim, m=g.m), [decay, *factors])
     op = DeltaNet(
@@ -93,10 +96,11 @@ def channel_delta(g: Graph, h, i: int) -> list:
 
 
 def bounded_decay(g: Graph, x, d: ChannelDeltaConfig, block: str):
-    """exp(bound * sigmoid(ssm_a * (x + ssm_dt))), of each column."""
+    """exp(bound * sigmoid(sign * ssm_a * (x + ssm_dt))), of each column."""
     x = g.bb.emit(OPS.add(g.columns(x, 0, d.columns), g.vector(block + "ssm_dt.bias", exact=True)))
     factors = g.bb.emit(OPS.reshape(g.vector(block + "ssm_a", exact=True), (d.heads, 1)))
     y = g.multiply(g.bb.emit(OPS.reshape(x, (g.m, d.heads, d.head_dim))), factors)
+    y = g.scaled(y, d.sign) if d.sign != 1.0 else y
     y = g.bb.emit(OPS.exp(g.scaled(g.bb.emit(OPS.sigmoid(y)), d.bound)))
     return g.bb.emit(OPS.reshape(y, (g.m, d.columns)))
 

@@ -23,6 +23,48 @@ class ShortConvConfig:
         return 3 * hidden
 
 
+NGRAMS = "per_layer_token_embd.weight"  # the table of NgramConfig
+NGRAM_NORMS = "key", "query", "conv"  # ple_norm_<name>
+# A product with a multiplier has so many limbs of so many bits: kernels compute in int32
+BITS, LIMBS = 6, 11
+LAGS = 32  # columns of a state that has the last tokens, of which as many are used as there are
+
+
+@dataclass(frozen=True)
+class NgramConfig:
+    """Embeddings of the last tokens, added to the residual streams X_i (residuals/config.py) before a layer.
+
+    For each n from 2 to `size` and each of `heads`, a row of a table: that of the number offset + (xor over j < n of
+    multiplier_j * token_{p-j}) % size of that head. What is at or before a token `end`, but not the row's own, counts
+    as `end`, and so does what is before the sequence. E are all these rows side by side.
+
+        s_i = norm_key(ple_key E)_i . norm_query(X)_i / sqrt(hidden)         g_i = sigmoid(sign(s_i) sqrt(|s_i|))
+        V_i = g_i * ple_value E                         X_i += V_i + silu(conv(norm_conv(V)))_i
+
+    conv has `taps` numbers for each column, of every `size`th position. The norms are RMS norms of a stream each.
+    """
+
+    size: int
+    heads: int
+    dim: int  # columns of the table
+    rows: int
+    taps: int
+    streams: int
+    end: int
+    image: int  # token in the place of an image's rows
+    multipliers: tuple[int, ...]
+    offsets: tuple[int, ...]  # of each n's heads
+    sizes: tuple[int, ...]
+
+    @property
+    def reach(self) -> int:
+        """Positions that conv sees."""
+        return (self.taps - 1) * self.size + 1
+
+    def states(self, hidden: int) -> dict[str, Shape]:
+        return {"ngram": (self.size - 1, LAGS), "ngram_conv": (self.reach - 1, self.streams * hidden)}
+
+
 @dataclass(frozen=True)
 class DeltaNetConfig:
     """A gated delta net (Qwen3-Next, Qwen3.5). qkv = silu(conv(attn_qkv h)): heads of q and k, each divided by its
@@ -39,6 +81,8 @@ class DeltaNetConfig:
     taps: int  # of the convolution
     grouped: bool = False  # value heads of one key head follow one another; False: key head = value head % key_heads
     merged_inputs: bool = False  # ssm_in holds, for each key head, the rows of q, k, v and of attn_gate
+    sigmoid: bool = False  # of the gate, instead of silu
+    ngrams: NgramConfig | None = None
     merged_gates: bool = False  # ssm_ba holds, for each key head, the rows of ssm_beta, then those of ssm_alpha
 
     @property
@@ -57,8 +101,8 @@ class DeltaNetConfig:
         return 2 * self.keys + self.values
 
     def states(self, hidden: int) -> dict[str, Shape]:
-        head = self.head_dim, self.head_dim
-        return {"conv": (self.taps - 1, self.channels), "delta": (self.value_heads, *head)}
+        states = {"conv": (self.taps - 1, self.channels), "delta": (self.value_heads, self.head_dim, self.head_dim)}
+        return states | (self.ngrams.states(hidden) if self.ngrams else {})
 
     def width(self, hidden: int) -> int:
         return self.channels + 2 * self.values  # of the projections
@@ -73,13 +117,16 @@ class ChannelDeltaConfig:
         M += k d^T, d = sigmoid(ssm_beta h) * (v - M^T k); y = M^T q
 
     with q divided by sqrt(head_dim), and attn_output (norm(y) * sigmoid(ssm_g_b ssm_g_a h)), a norm of each head. With
-    a bound there are neither ssm_f_b nor ssm_g_b, and M *= exp(bound * sigmoid(ssm_a * (ssm_f_a h + ssm_dt))).
+    a bound M *= exp(bound * sigmoid(sign * ssm_a * (ssm_f_b ssm_f_a h + ssm_dt))).
     """
 
     heads: int
     head_dim: int  # columns of a head of q, k and v, and between ssm_f_a and ssm_f_b, ssm_g_a and ssm_g_b
     taps: int  # of the convolutions
     bound: float = 0.0  # of the exponent of decays, negative; 0: there is none
+    sign: float = 1.0  # -1: ssm_a is negative, and has one dimension
+    decays: tuple[str, ...] = ("ssm_f_a", "ssm_f_b")  # the matrices that make them of h, or the only one
+    gates: tuple[str, ...] = ("ssm_g_a", "ssm_g_b")
 
     @property
     def columns(self) -> int:

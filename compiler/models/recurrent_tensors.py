@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from mlc_amd.compiler.models.recurrent_config import (
+    NGRAM_NORMS,
     NORMS,
     ChannelDeltaConfig,
     DeltaNetConfig,
@@ -65,18 +66,26 @@ def _delta_net(hidden: int, d: DeltaNetConfig) -> Listed:
     yield True, "ssm_a", (d.value_heads,)
     yield True, "ssm_norm.weight", (d.head_dim,)
     yield True, "ssm_out.weight", (hidden, d.values)
+    if n := d.ngrams:
+        columns = n.streams * hidden
+        yield True, "ple_key.weight", (columns, len(n.sizes) * n.dim)
+        yield True, "ple_value.weight", (hidden, len(n.sizes) * n.dim)
+        yield True, "ple_conv1d.weight", (columns, n.taps)
+        for name in NGRAM_NORMS:
+            yield True, f"ple_norm_{name}.weight", (n.streams, hidden)
 
 
 def _channel_delta(hidden: int, d: ChannelDeltaConfig) -> Listed:
     for which in "qkv":
         yield True, f"attn_{which}.weight", (d.columns, hidden)
         yield True, f"ssm_conv1d_{which}.weight", (d.columns, d.taps)
-    for which in "fg":
-        yield True, f"ssm_{which}_a.weight", (d.columns if d.bound else d.head_dim, hidden)
-        yield not d.bound, f"ssm_{which}_b.weight", (d.columns, d.head_dim)
+    for first, *second in (d.decays, d.gates):
+        yield True, f"{first}.weight", (d.head_dim if second else d.columns, hidden)
+        for name in second:
+            yield True, f"{name}.weight", (d.columns, d.head_dim)
     yield True, "ssm_beta.weight", (d.heads, hidden)
     yield True, "ssm_dt.bias", (d.columns,)
-    yield True, "ssm_a", (d.heads, 1)
+    yield True, "ssm_a", (d.heads, 1) if d.sign > 0 else (d.heads,)
     yield True, "ssm_norm.weight", (d.head_dim,)
     yield True, "attn_output.weight", (hidden, d.columns)
 
@@ -127,12 +136,11 @@ def _delta_parts(hidden: int, d: DeltaNetConfig) -> Iterator[Part]:
 def _channel_delta_parts(hidden: int, d: ChannelDeltaConfig) -> Iterator[Part]:
     """With zeros where what is between two matrices is no whole number of blocks."""
     filled = -(-d.head_dim // BLOCK) * BLOCK
-    if filled == d.head_dim or d.bound:
-        return
-    for name in ("ssm_f_a.weight", "ssm_g_a.weight"):
-        yield Part(name, name, 0, (d.head_dim, hidden), filled=(filled, hidden))
-    for name in ("ssm_f_b.weight", "ssm_g_b.weight"):
-        yield Part(name, name, 0, (d.columns, d.head_dim), filled=(d.columns, filled))
+    for first, *second in (d.decays, d.gates) if filled != d.head_dim else ():
+        for after in second:
+            a, b = f"{first}.weight", f"{after}.weight"
+            yield Part(a, a, 0, (d.head_dim, hidden), filled=(filled, hidden))
+            yield Part(b, b, 0, (d.columns, d.head_dim), filled=(d.columns, filled))
 
 
 def _mamba2_parts(hidden: int, s: Mamba2Config) -> Iterator[Part]:

@@ -172,8 +172,14 @@ def _attention(a: AttentionConfig, own: Mapping[str, Tensor], gpus: int):
     if a.latent:
         stack = _heads("matrices", a.heads, 1, gpus)
         found |= {f"attn_{name}.weight": stack for name in ("q_nope", "q_rope", "k_b", "v_b")}
+        found["attn_sinks.weight"] = _heads("rows", a.heads, 1, gpus)
         found["attn_gate.weight"] = _heads("rows", a.heads, 1 if a.head_gate else a.latent.value, gpus)
         return replace(a, heads=heads), found
+    if (i := a.indexer) and i.by_head:
+        if a.kv_heads % gpus:
+            return None
+        found["indexer.q_proj.weight"] = _heads("rows", i.heads, i.dim, gpus)
+        a = replace(a, indexer=replace(i, heads=i.heads // gpus))
     q, k = (_heads("rows", count, a.head_dim, gpus) for count in (a.heads, a.kv_heads))
     for which, cut in (("q", q), ("q_gate", q), ("k", k), ("v", _heads("rows", a.kv_heads, a.values, gpus))):
         found |= {f"attn_{which}.weight": cut, f"attn_{which}.bias": cut}
@@ -215,8 +221,7 @@ def _channel_delta(d: ChannelDeltaConfig, own: Mapping[str, Tensor], gpus: int):
         return None
     rows, one = _heads("rows", d.heads, d.head_dim, gpus), _heads("rows", d.heads, 1, gpus)
     names = [f"{name}_{which}.weight" for name in ("attn", "ssm_conv1d") for which in "qkv"]
-    of = "a" if d.bound else "b"
-    found = dict.fromkeys([*names, f"ssm_f_{of}.weight", f"ssm_g_{of}.weight", "ssm_dt.bias"], rows)
+    found = dict.fromkeys([*names, f"{d.decays[-1]}.weight", f"{d.gates[-1]}.weight", "ssm_dt.bias"], rows)
     found |= {"ssm_beta.weight": one, "ssm_a": one, "attn_output.weight": output}
     return replace(d, heads=d.heads // gpus), found
 

@@ -21,7 +21,9 @@ from mlc_amd.compiler.models.config import (
 )
 from mlc_amd.compiler.models.draft_config import PredictorConfig
 from mlc_amd.compiler.models.encoder_config import EncoderConfig
+from mlc_amd.compiler.models.recurrent_config import NGRAM_NORMS, NGRAMS, DeltaNetConfig
 from mlc_amd.compiler.models.recurrent_tensors import BLOCK, Listed, Part, Shape
+from mlc_amd.compiler.models.residuals.config import ATTENTION, FEED_FORWARD, GatedConfig, Streams
 
 
 def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
@@ -34,6 +36,9 @@ def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
         yield name, (dim // 2,)
     if c.embedding_norm not in ("", BARE):
         yield from _norm(c, c.embedding_norm)
+    for layer in c.layers:
+        if isinstance(d := layer.mixer, DeltaNetConfig) and d.ngrams:
+            yield NGRAMS, (d.ngrams.rows, d.ngrams.dim)
     if c.positions:
         yield "position_embd.weight", (c.positions, c.hidden)
     if c.encoder:
@@ -41,6 +46,8 @@ def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     for i, layer in enumerate(c.layers):
         for name, shape in layer_tensors(c, layer):
             yield f"blk.{i}.{name}", shape
+    if c.streams:
+        yield from c.streams.tensors("output_hc", c.hidden)
     if c.output_norm:
         yield from _norm(c, c.output_norm)
     if not c.tied:
@@ -53,6 +60,9 @@ def layer_tensors(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str
     for mixer in layer.mixers:
         yield from _present(_MIXERS[type(mixer)](config.hidden, mixer))
     yield from _norms(config, layer.mixer_norms, "after", "joined", "again")
+    if config.streams:
+        for block in (ATTENTION, FEED_FORWARD):
+            yield from config.streams.tensors(f"hc_{block}", config.hidden)
     if layer.predictor:
         yield from _present(_predictor(config, layer.predictor))
     if layer.experts and layer.experts_norm:
@@ -133,6 +143,7 @@ def _latent(hidden: int, a: AttentionConfig, of: LatentConfig) -> Listed:
     yield not of.merged and of.nope > 0, "attn_k_b.weight", (a.heads, of.rank, of.nope)
     yield not of.merged, "attn_v_b.weight", (a.heads, of.value, of.rank)
     yield of.merged, "attn_kv_b.weight", (a.heads * (of.nope + of.value), of.rank)
+    yield a.sinks, "attn_sinks.weight", (a.heads,)
     yield True, "attn_output.weight", (hidden, a.heads * of.value)
     if (i := a.indexer) and i.own:
         yield True, "indexer.k_norm.weight", (i.dim,)
@@ -194,8 +205,9 @@ def _experts(hidden: int, e: ExpertsConfig) -> Listed:
     yield True, "ffn_gate_inp.weight", (e.count, hidden)
     yield e.selection_bias, e.bias_name, (e.count,)
     columns = e.latent or hidden
-    yield e.latent > 0, "ffn_latent_down.weight", (e.latent, hidden)
-    yield e.latent > 0, "ffn_latent_up.weight", (hidden, e.latent)
+    yield e.latent > 0, f"ffn_{e.latent_name}_down.weight", (e.latent, hidden)
+    yield e.latent > 0, f"ffn_{e.latent_name}_up.weight", (hidden, e.latent)
+    yield e.latent_norm, f"ffn_{e.latent_name}_norm.weight", (e.latent,)
     yield e.merged, "ffn_gate_up_exps.weight", (e.count, 2 * e.size, columns)
     for name in ("gate", "up") if e.gated else ("up",):
         yield not e.merged, f"ffn_{name}_exps.weight", (e.count, e.size, columns)
@@ -222,20 +234,36 @@ UNBIASED = (
 )  # fmt: skip
 STATE_SPACE = ("ssm_a", "ssm_d", "ssm_norm.weight")
 HEAD_NORMS = "attn_q_norm.weight", "attn_k_norm.weight"  # that may have a row for each head
+STREAM_NORMS = (
+    *(f"{name}_norm.weight" for name in ("hc", "hc_attn", "hc_ffn")),
+    *(f"norm_{of}.weight" for of in NGRAM_NORMS),
+)  # a row for each stream
 
 
 def is_vector(name: str, shape: Shape) -> bool:
     """Whether a tensor is kept as float32, as it stands in the file: norms, biases, convolutions."""
-    return len(shape) == 1 or name.endswith((".bias", *CONVOLUTIONS, *STATE_SPACE, *HEAD_NORMS))
+    return len(shape) == 1 or name.endswith((".bias", *CONVOLUTIONS, *STATE_SPACE, *HEAD_NORMS, *STREAM_NORMS))
+
+
+def _stream_parts(hidden: int, s: Streams | None, name: str) -> Iterator[Part]:
+    """With zeros where what is between two matrices is no whole number of blocks."""
+    if isinstance(s, GatedConfig) and s.rank % BLOCK:
+        filled, columns = -(-s.rank // BLOCK) * BLOCK, s.count * hidden
+        down, up = f"{name}_down.weight", f"{name}_up.weight"
+        yield Part(down, down, 0, (s.rank, columns), filled=(filled, columns))
+        yield Part(up, up, 0, (columns, s.rank), filled=(columns, filled))
 
 
 def merged_parts(config: ModelConfig) -> Iterator[Part]:
     """The parts that replace merged tensors."""
+    yield from _stream_parts(config.hidden, config.streams, "output_hc")
     for i, layer in enumerate(config.layers):
         merging = (own for own in layer.mixers if type(own) in _MIXER_PARTS)
         mixer = (part for own in merging for part in _MIXER_PARTS[type(own)](config.hidden, own))
         blocks = *_block_parts(config.hidden, layer.feed_forward), *_block_parts(config.hidden, layer.experts)
-        for part in (*mixer, *blocks):
+        names = [f"hc_{block}" for block in (ATTENTION, FEED_FORWARD)]
+        streams = (part for name in names for part in _stream_parts(config.hidden, config.streams, name))
+        for part in (*mixer, *blocks, *streams):
             yield part._replace(name=f"blk.{i}.{part.name}", source=f"blk.{i}.{part.source}")
 
 

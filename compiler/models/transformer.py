@@ -21,6 +21,8 @@ from tvm import relax
 from mlc_amd.compiler.models import decoder_parts, exchanges, images, indexers, packed, recurrent
 from mlc_amd.compiler.models import mixture as mixture_graph
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LatentConfig, LayerConfig, Norms
+from mlc_amd.compiler.models.residuals import ngrams, streams
+from mlc_amd.compiler.models.residuals.config import ATTENTION, FEED_FORWARD
 from mlc_amd.runtime.artifact.io_names import DRAFTED
 from mlc_amd.schedules.operators.layouts import padded
 
@@ -33,13 +35,14 @@ OPS: Any = relax.op
 def decoder(g: Graph):
     """The whole model: logits of the rows that the function answers."""
     g.input = decoder_parts.embedding(g, images.inputs(g))
-    return logits(g, layers(g, g.input))
+    return logits(g, layers(g, streams.opened(g, g.input)))
 
 
 def layers(g: Graph, x):
     """All layers but those that predict."""
     for i, layer in enumerate(g.config.decoder_layers):
         g.hidden[i] = x
+        x = ngrams.added(g, x, i)
         x = images.deepstack(g, decoder_layer(g, x, i, layer), i)
     return x
 
@@ -52,9 +55,9 @@ def decoder_layer(g: Graph, x, i: int, layer: LayerConfig):
     f, given, beside = layer.feed_forward, x, layer.experts if layer.experts_norm else None
     early = router_of(g, x, i) if isinstance(f, ExpertsConfig) and f.early else None
     if layer.mixers:
-        x = residual_block(g, x, i, layer.mixer_norms, mixer)
+        x = residual_block(g, x, i, ATTENTION, layer.mixer_norms, mixer)
     if f:
-        x = residual_block(g, x, i, layer.feed_forward_norms, partial(feed_forward, router=early))
+        x = residual_block(g, x, i, FEED_FORWARD, layer.feed_forward_norms, partial(feed_forward, router=early))
     if beside:
         x = add_all(g, x, mixture(g, g.norm(given, f"blk.{i}.{layer.experts_norm}"), i, beside))
     if layer.skip:
@@ -67,9 +70,15 @@ def router_of(g: Graph, h, i: int):
     return g.linear(h, f"blk.{i}.ffn_gate_inp.weight", exact=True)
 
 
-def residual_block(g: Graph, x, i: int, norms: Norms, block):
+def residual_block(g: Graph, x, i: int, which: str, norms: Norms, block):
     """x + after(block(before(x))) of layer i, and norms of that sum; `norms` names the weights, "" stands for no norm.
-    block: returns terms, whose sum is its result."""
+    block: returns terms, whose sum is its result; which: of its layer. Of other streams norms has `before` only."""
+    if g.config.streams:
+
+        def result(h):
+            return streams.result(g, block(g, g.norm(h, f"blk.{i}.{norms.before}") if norms.before else h, i))
+
+        return streams.around(g, x, i, which, result)
     h = g.norm(x, f"blk.{i}.{norms.before}") if norms.before else x
     terms = block(g, h, i)
     if norms.factor != 1.0:
@@ -116,7 +125,10 @@ def attention(g: Graph, h, i: int) -> list:
         q, k = (decoder_parts.each_norm(g, x, f"{block}attn_{which}_norm", a) for x, which in ((q, "q"), (k, "k")))
     if a.head_factors:
         q, k = (decoder_parts.bare_norm(g, x, a, name) for x, name in ((q, f"{block}attn_q_norm.weight"), (k, "")))
-    y = g.attention(q, k, v, i) if g.config.encoder else decoder_parts.attended(g, q, k, v, i)
+    if g.config.encoder:
+        y = g.attention(q, k, v, i)
+    else:
+        y = decoder_parts.attended(g, q, k, v, i, indexers.selected_blocks(g, h, i))
     if a.output_gate:
         y = g.gate(y, g.linear(h, block + "attn_q_gate.weight"), a.head_dim)
     if a.own_gate:
@@ -189,8 +201,10 @@ def mixture(g: Graph, h, i: int, e: ExpertsConfig, router=None) -> list:
         y = exchanges.whole(g, mixture_graph.mixed(g, h, ids, weights, e, block))
         return [*terms, y, *mixture_graph.adjugate(g, y, router, ids, e, block)]
     if e.latent:
-        y = mixture_graph.mixed(g, g.linear(h, block + "ffn_latent_down.weight"), ids, weights, e, block)
-        return [*terms, g.linear(y, block + "ffn_latent_up.weight")]
+        name = f"{block}ffn_{e.latent_name}_"
+        y = mixture_graph.mixed(g, g.linear(h, f"{name}down.weight"), ids, weights, e, block)
+        y = g.rms_norm(y, f"{name}norm.weight") if e.latent_norm else y
+        return [*terms, g.linear(y, f"{name}up.weight")]
     return [*terms, mixture_graph.mixed(g, h, ids, weights, e, block)]
 
 
@@ -204,7 +218,7 @@ def head(g: Graph, x, norm: str, matrix: str):
     """Logits by that norm and that matrix."""
     c = g.config
     g.hidden[len(c.decoder_layers)] = x
-    y = exchanges.gathered(g, g.linear(g.answers(x, norm), matrix), matrix, padded(c.vocab))
+    y = exchanges.gathered(g, g.linear(streams.answers(g, x, norm), matrix), matrix, padded(c.vocab))
     y = g.scaled(y, c.logit_scale) if c.logit_scale != 1.0 else y
     return g.softcap(y, c.logit_softcap) if c.logit_softcap else y
 

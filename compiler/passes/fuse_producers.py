@@ -94,7 +94,9 @@ def fuse_residual(mod):
         for residual, other in (call.args, reversed(call.args)):
             linear = producer(other)
             op = ops.operator_of(linear)
-            if isinstance(op, ADDING) and not op.residual and not (isinstance(op, Linear) and len(op.segments) > 1):
+            alike = ops.shape_of(residual) == ops.shape_of(call)
+            single = not (isinstance(op, Linear) and len(op.segments) > 1)
+            if alike and isinstance(op, ADDING) and not op.residual and single:
                 return ops.call(replace(op, residual=True), [*linear.args, residual])
         return None
 

@@ -95,6 +95,7 @@ class ManifestModel(TypedDict):
     logit_softcap: float
     layer_embedding: _Count
     unused: list[str]
+    streams: dict[str, Any] | None
     encoder: ManifestEncoder | None
     draft: ManifestDraft | None
 

@@ -10,6 +10,10 @@ from mlc_amd.runtime.calls.call_formats import CallFormat, CallSink
 from mlc_amd.runtime.calls.json_reader import Malformed, Reading, TextReader, Write, parsed, quoted, string, value
 from mlc_amd.runtime.calls.tools import ALL_TYPES, NAME, json_type
 
+DEPTH = 32  # of nested arguments
+ITEM = "item"
+_DIGITS = re.compile(r"[0-9]+")
+
 # ---- arguments between tags
 
 
@@ -18,16 +22,20 @@ class TaggedCalls(CallFormat):
     """Each argument between tags, strings as they are, other values as JSON."""
 
     name: tuple[str, str]  # the texts around the tool's name
-    key: tuple[str, str]  # and around an argument's
+    number_end: str = ""  # after the name there is a number, and this
+    key: tuple[str, str]  # around an argument's name
+    kinds: tuple[str, ...] = ()  # what follows it: the first one before a string, the others before JSON
+    nested: bool = False  # objects and lists may have arguments, too, those of a list the name ITEM
     value_opening: str = ""
-    value_closing: str
+    value_closing: str  # {}: the argument's name
     end: str = ""  # after the last argument
     lines: bool = False  # a value has lines of its own
+    control: tuple[str, ...] = ()  # tokens that the texts are made of
     several: bool = False  # there may be more than one call before `closing`
 
     @property
     def marks(self) -> tuple[str, ...]:
-        own = (*self.key, self.value_opening, self.value_closing, self.end)
+        own = (*self.control, *self.key, *self.kinds, self.value_opening, self.value_closing, self.end)
         return (*super().marks, *filter(None, own))
 
     def read(self, reader: TextReader, sink: CallSink) -> Reading[None]:
@@ -43,6 +51,9 @@ class TaggedCalls(CallFormat):
         yield from reader.expect(self.name[0])
         name = yield from reader.take(NAME)
         yield from reader.expect(self.name[1])
+        if self.number_end:
+            yield from reader.take(_DIGITS)
+            yield from reader.expect(self.number_end)
         yield from reader.space()
         if not (yield from reader.peek()):
             raise Malformed  # the name may be incomplete
@@ -51,26 +62,33 @@ class TaggedCalls(CallFormat):
         first = True
         while True:
             yield from reader.space()
-            if not (yield from reader.one_of((self.key[0],))):
+            mark = yield from reader.one_of((self.key[0], self.end or self.closing))
+            if mark != self.key[0]:
                 break
-            key: list[str] = []
-            yield from reader.until(self.key[1], key.append)
+            parts: list[str] = []
+            yield from reader.until(self.key[1], parts.append)
+            key = "".join(parts)
+            types = tool.types(key)
+            if self.kinds:
+                kind = yield from reader.one_of(self.kinds)
+                if kind is None:
+                    raise Malformed
+                types = frozenset({"string"}) if kind == self.kinds[0] else types - {"string"} or ALL_TYPES - {"string"}
             if self.value_opening:
                 yield from reader.space()
                 yield from reader.expect(self.value_opening)
-            sink.write(f'{"" if first else ", "}"{quoted("".join(key))}": ')
+            sink.write(f'{"" if first else ", "}"{quoted(key)}": ')
             first = False
-            yield from self._value(reader, sink.write, tool.types("".join(key)))
-        if not (yield from reader.one_of((self.end or self.closing,))):
+            yield from self._value(reader, sink.write, types, self.value_closing.replace("{}", key))
+        if mark is None:
             raise Malformed
         sink.write("}")
         sink.end()
 
-    def _value(self, reader: TextReader, write: Write, types: frozenset[str]) -> Reading[None]:
-        """Copies a value as JSON: a string as it arrives, others when they are complete."""
+    def _value(self, reader: TextReader, write: Write, types: frozenset[str], mark: str) -> Reading[None]:
+        """Copies the value before `mark` as JSON: a string as it arrives, others when they are complete."""
         if self.lines:
             yield from reader.one_of(("\n",))
-        mark = self.value_closing
         if types == {"string"}:
             write('"')
             newline = _WithoutLast("\n", lambda text: write(quoted(text))) if self.lines else None
@@ -93,7 +111,25 @@ class TaggedCalls(CallFormat):
                 return
         yield from reader.until(mark, parts.append)
         text = "".join(parts)
+        if self.nested and self.key[0] in text and types != {"string"}:
+            write(json.dumps(self._of_arguments(text), ensure_ascii=False))
+            return
         write(_as_json(text.removesuffix("\n") if self.lines else text, types))
+
+    def _of_arguments(self, text: str, depth: int = 0) -> object:
+        """The value of a text of nested arguments. Malformed for one that is none, or is deeper than DEPTH."""
+        (opening, end), found, rest = self.key, [], text.strip()
+        if depth > DEPTH:
+            raise Malformed
+        while rest:
+            key, ended, after = rest.removeprefix(opening).partition(end)
+            inner, closed, rest = after.partition(self.value_closing.replace("{}", key))
+            if not ended or not closed:
+                raise Malformed
+            plain = opening not in inner
+            found.append((key, parsed(_as_json(inner, ALL_TYPES)) if plain else self._of_arguments(inner, depth + 1)))
+            rest = rest.strip()
+        return [value for _, value in found] if all(key == ITEM for key, _ in found) else dict(found)
 
 
 class _WithoutLast:

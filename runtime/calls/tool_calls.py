@@ -58,6 +58,17 @@ _DEEPSEEK = NamedCalls(
     each_closing="<｜tool▁call▁end｜>",
     after="<｜tool▁sep｜>",
 )
+# The texts of a value's type in DSML
+_DSML = TaggedCalls(
+    opening="<｜DSML｜tool_calls>",
+    closing="</｜DSML｜tool_calls>",
+    name=('<｜DSML｜invoke name="', '">'),
+    key=('<｜DSML｜parameter name="', '" string="'),
+    kinds=('true">', 'false">'),
+    value_closing="</｜DSML｜parameter>",
+    end="</｜DSML｜invoke>",
+    several=True,
+)
 _LLAMA = JsonCalls(opening="<|python_tag|>", arguments_key="parameters", bare=True, separator=";")
 # A model has the first format whose texts are all found. Sources: the chat templates of the models.
 FORMATS: tuple[KnownFormat, ...] = (
@@ -99,7 +110,43 @@ FORMATS: tuple[KnownFormat, ...] = (
     ),
     # DeepSeek V3.1
     KnownFormat(_DEEPSEEK, template=("<｜tool▁sep｜>",)),
-    # GLM 4.5, 4.6, 4.7
+    # DeepSeek V3.2; V4
+    KnownFormat(
+        replace(_DSML, opening="<｜DSML｜function_calls>", closing="</｜DSML｜function_calls>"),
+        template=("｜DSML｜", "function_calls>"),
+    ),
+    KnownFormat(_DSML, template=("｜DSML｜", "tool_calls>")),
+    # Kimi K3
+    KnownFormat(
+        TaggedCalls(
+            opening="<|open|>tools<|sep|>",
+            closing="<|close|>tools<|sep|>",
+            name=('<|open|>call tool="', '" index="'),
+            number_end='"<|sep|>',
+            key=('<|open|>argument key="', '" type="'),
+            kinds=tuple(f'{kind}"<|sep|>' for kind in ("string", "number", "boolean", "null", "object", "array")),
+            value_closing="<|close|>argument<|sep|>",
+            end="<|close|>call<|sep|>",
+            control=("<|open|>", "<|sep|>", "<|close|>"),
+            several=True,
+        ),
+        tokens=("<|open|>", "<|sep|>", "<|close|>"),
+    ),
+    # Hunyuan 3
+    KnownFormat(
+        TaggedCalls(
+            opening="<tool_calls:opensource>",
+            closing="</tool_calls:opensource>",
+            name=("<tool_call:opensource>", "<tool_sep:opensource>"),
+            key=("<arg_key:opensource>", "</arg_key:opensource>"),
+            value_opening="<arg_value:opensource>",
+            value_closing="</arg_value:opensource>",
+            end="</tool_call:opensource>",
+            several=True,
+        ),
+        template=("tool_calls", "tool_sep", ":opensource"),
+    ),
+    # GLM 4.5, 4.6, 4.7, Laguna, Ling 3, Spark 2.5
     KnownFormat(
         TaggedCalls(
             opening="<tool_call>",
@@ -124,11 +171,38 @@ FORMATS: tuple[KnownFormat, ...] = (
         ),
         template=("<minimax:tool_call>",),
     ),
+    # MiniMax M3
+    KnownFormat(
+        TaggedCalls(
+            opening="]<]minimax[>[<tool_call>",
+            closing="]<]minimax[>[</tool_call>",
+            name=(']<]minimax[>[<invoke name="', '">'),
+            key=("]<]minimax[>[<", ">"),
+            value_closing="]<]minimax[>[</{}>",
+            end="]<]minimax[>[</invoke>",
+            nested=True,
+            several=True,
+        ),
+        template=("]<]minimax[>[", "<tool_call>"),
+    ),
+    # Muse Glimmer
+    KnownFormat(
+        TaggedCalls(
+            opening="<atem:function_calls>",
+            closing="</atem:function_calls>",
+            name=('<atem:invoke name="', '">'),
+            key=('<atem:parameter name="', '">'),
+            value_closing="</atem:parameter>",
+            end="</atem:invoke>",
+            several=True,
+        ),
+        template=("<atem:function_calls>",),
+    ),
     # Seed-OSS
     KnownFormat(
         replace(_FUNCTIONS, opening="<seed:tool_call>", closing="</seed:tool_call>"), template=("<seed:tool_call>",)
     ),
-    # Qwen3 Coder, Qwen3.5, Nemotron 3
+    # Qwen3 Coder, Qwen3.5, Nemotron 3, Step 3.5
     KnownFormat(replace(_FUNCTIONS, lines=True), template=("<tool_call>", "<function=", "<parameter=")),
     # Command R7B, Command A
     KnownFormat(

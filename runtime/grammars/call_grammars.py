@@ -109,10 +109,13 @@ class _Writer:
         bodies = []
         for tool in self.tools:
             head = rules.literal(found.name[0] + tool.name + found.name[1])
+            head += f" /[0-9]{{1,3}}/ {rules.literal(found.number_end)}" if found.number_end else ""
             values = [_tagged(found, rules, tool, name) for name in tool.properties]
-            if not values and resolved(tool.parameters, tool.parameters).get("additionalProperties") is not False:
+            further = resolved(tool.parameters, tool.parameters).get("additionalProperties") is not False
+            if not values and further and "{}" not in found.value_closing:
                 key = f"{rules.literal(found.key[0])} {_BARE_KEY} {rules.literal(found.key[1])}"
-                values = [f"({key} {_opening(found, rules)} {rules.until(found.value_closing)} {space})*"]
+                kinds, opening = _kinds(found, rules), _opening(found, rules)
+                values = [f"({key} {kinds} {opening} {rules.until(found.value_closing)} {space})*"]
             bodies.append(f"{head} {space} {' '.join(values)} {rules.literal(found.end)}")
         call = rules.choice(bodies)
         if found.several:
@@ -158,28 +161,35 @@ def _opening(found: TaggedCalls, rules: Rules) -> str:
     return f"{rules.SPACE} {rules.literal(found.value_opening)}" if found.value_opening else ""
 
 
+def _kinds(found: TaggedCalls, rules: Rules, text: bool = True) -> str:
+    """What says whether a value is a text. Of what may be one or not, it is one."""
+    kinds = found.kinds[:1] if text else found.kinds[1:]
+    return f"({' | '.join(map(rules.literal, kinds))})" if kinds else ""
+
+
 def _tagged(found: TaggedCalls, rules: Rules, tool: Tool, name: str) -> str:
     """One argument, optional unless it is required."""
-    closing = rules.literal(("\n" if found.lines else "") + found.value_closing)
+    mark = found.value_closing.replace("{}", name)
+    closing = rules.literal(("\n" if found.lines else "") + mark)
     schema = resolved(tool.properties[name], tool.parameters)
+    of_text, of_json = (f"{_kinds(found, rules, text)} {_opening(found, rules)}" for text in (True, False))
     if "string" not in tool.types(name):
         definitions = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
-        value = f"{rules.json({**definitions, **schema}, lenient=True)} {closing}"
-    elif options := _texts(schema):
-        value = f"({' | '.join(map(rules.literal, options))}) {closing}"
+        value = f"{of_json} {rules.json({**definitions, **schema}, lenient=True)} {closing}"
+    elif options := _values(schema):
+        texts = [f"{of_text} {rules.literal(one)}" for one in options if isinstance(one, str)]
+        others = (json.dumps(one, ensure_ascii=False) for one in options if not isinstance(one, str))
+        value = f"({' | '.join([*texts, *(f'{of_json} {rules.literal(one)}' for one in others)])}) {closing}"
     else:
-        value = rules.until(found.value_closing)
-    key = rules.literal(found.key[0] + name + found.key[1])
-    argument = rules.rule(f"{key} {_opening(found, rules)} {value} {rules.SPACE}")
+        value = f"{of_text} {rules.until(mark)}"
+    argument = rules.rule(f"{rules.literal(found.key[0] + name + found.key[1])} {value} {rules.SPACE}")
     return argument if name in tool.required else f"{argument}?"
 
 
-def _texts(schema: Mapping[str, Any]) -> list[str]:
-    """The values that a schema lists, as written between tags; none if it lists none."""
+def _values(schema: Mapping[str, Any]) -> list[Any]:
+    """The values that a schema lists; none if it lists none."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(values, list | tuple):
-        return []
-    return [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
+    return list(values) if isinstance(values, list | tuple) else []
 
 
 # ---- Gemma

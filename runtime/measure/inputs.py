@@ -81,6 +81,8 @@ def _input(param: Param, state) -> np.ndarray:
         return np.full(param.shape, LOGPROB if param.name == "sampling" else 0, np.int32)
     if "experts" in param.facts:
         return routing_tables(param.facts["experts"])[param.name].reshape(param.shape)
+    if param.name == "Ids":  # of keys: all rows see the first ones
+        return np.zeros(param.shape, param.numpy)
     values = _rng(param.name).standard_normal(param.shape, np.float32)
     if param.name == "Qo":  # rotated queries include the softmax's scale, for base 2
         values *= np.float32(math.log2(math.e) / math.sqrt(param.shape[-1]))

@@ -96,9 +96,11 @@ class _TagParser(Parser):
         if self._state == "start":
             # Later in the answer the mark is text.
             begun = text.lstrip()
-            if begun.startswith(self._opening):
+            if begun.startswith(self._closing):  # of no thinking (MiniMax M3)
+                self._state, text = "between", begun.removeprefix(self._closing)
+            elif begun.startswith(self._opening):
                 self._state, text = "thinking", begun.removeprefix(self._opening)
-            elif self._opening.startswith(begun) and not last:
+            elif any(mark.startswith(begun) for mark in (self._opening, self._closing)) and not last:
                 self._held = text
                 return []
             else:
@@ -118,6 +120,60 @@ class _TagParser(Parser):
             text = text.lstrip()
             self._state = "final" if text else "between"
         return [*parts, AnswerPart("final", text)] if text else parts
+
+
+# ---- sections with names
+
+
+@dataclass(frozen=True)
+class Sections(ReasoningFormat):
+    """Marks open, sep and close: `<open>NAME<sep>TEXT<close>NAME<sep>`, several in an answer (Kimi K3). `think` has the
+    thinking, `response` the answer; others are of the answer as they are. A prompt may end within one."""
+
+    def begun(self, prompt: Traced, thought: str, text: str) -> Traced:
+        tag = {name: [Traced.all_own(f"{mark}{name}{self.marks[1]}") for mark in self.marks[::2]] for name in SECTIONS}
+        if thought and not prompt.endswith(f"{self.marks[0]}think{self.marks[1]}"):
+            prompt += tag["think"][0]
+        if prompt.endswith(f"{self.marks[0]}think{self.marks[1]}"):
+            prompt += thought + tag["think"][1]
+        return prompt + tag["response"][0] + text
+
+    def parser(self, prompt: str, continued: bool = False) -> Parser:
+        opening = f"{self.marks[0]}think{self.marks[1]}"
+        return _SectionParser(self.marks, "response" if continued else "think" if prompt.endswith(opening) else "")
+
+
+SECTIONS: dict[str, Kind] = {"think": "thinking", "response": "final"}
+
+
+class _SectionParser(Parser):
+    def __init__(self, marks: tuple[str, ...], section: str):
+        """section: that the answer begins in; "": none."""
+        super().__init__()
+        self._open, self._sep, self._close = marks
+        self._section = section
+
+    def _scan(self, text: str, last: bool) -> list[AnswerPart]:
+        parts: list[AnswerPart] = []
+        while True:
+            if self._section:
+                before, mark, text = split_at(text, (f"{self._close}{self._section}{self._sep}",), last)
+                if before:
+                    parts.append(AnswerPart(SECTIONS[self._section], before))
+                if mark is None:
+                    break
+                self._section = ""
+            else:
+                tags = {f"{self._open}{name}{self._sep}": name for name in SECTIONS}
+                ends = f"{self._close}message{self._sep}"
+                before, mark, text = split_at(text, (*tags, ends), last)
+                if before:
+                    parts.append(AnswerPart("final", before))
+                if mark is None:
+                    break
+                self._section = tags.get(mark, "")
+        self._held = text
+        return parts
 
 
 # ---- OpenAI's Harmony: messages with channels
@@ -191,6 +247,8 @@ FORMATS: tuple[ReasoningFormat, ...] = (
     Tags(("<seed:think>", "</seed:think>")),  # Seed-OSS
     Tags(("<mm:think>", "</mm:think>")),  # MiniMax M3
     Tags(("[THINK]", "[/THINK]")),  # Magistral, Ministral 3
+    Tags(("<think:opensource>", "</think:opensource>")),  # Hunyuan 3
+    Sections(("<|open|>", "<|sep|>", "<|close|>")),  # Kimi K3
 )
 # Qwen3, DeepSeek R1, GLM 4.5, SmolLM3 and many others; in some of their vocabularies the marks are ordinary text.
 DEFAULT = Tags(("<think>", "</think>"))

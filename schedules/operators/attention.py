@@ -59,7 +59,7 @@ class Attention:
     def __post_init__(self):
         if (self.window and self.chunk) or self.kv not in get_args(KvType):
             raise ValueError(f"{self} is no attention layer")
-        if self.values and (self.kv_heads != 1 or self.sinks or self.values > self.d or self.rotation):
+        if self.values and (self.kv_heads != 1 or self.values > self.d or self.rotation):
             raise ValueError(f"{self} is no latent attention layer")
 
     @property

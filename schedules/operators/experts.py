@@ -29,8 +29,9 @@ GATINGS = (
     "sigmoid",  # of each logit
     "softmax_used",  # the logits choose, softmax over the chosen ones
 )
-# In front of a limit: up is between -limit and limit, and SiLU's argument, or else its result, at most the limit
-LIMITED, CUT = "silu_max_", "silu_cut_"
+# In front of an activation's numbers. A limit: up is between -limit and limit, and SiLU's argument, or else its result,
+# at most the limit. Two of Kimi K3: a tanh(gate / a) sigmoid(gate) * b tanh(up / b); with b = 0 up as it is
+LIMITED, CUT, SITU = "silu_max_", "silu_cut_", "situ_"
 _CHOICE = Slot("output", ("Ids", "Weights"))
 _GROUPS = Slot("input", ("Groups",), slots=True)
 MIN_SUM = 6.103515625e-5  # lower bound of the sum that weights are divided by: llama.cpp (float16's smallest normal)
@@ -57,10 +58,10 @@ class Experts:
         return self.tiles(m) + 2 * self.count + 1
 
 
-def limit_of(act: str) -> tuple[float, bool]:
-    """The limit of an activation that has one, else 0; whether it is SiLU's result that is limited."""
-    kind = next((kind for kind in (LIMITED, CUT) if act.startswith(kind)), "")
-    return (float(act.removeprefix(kind)), kind == CUT) if kind else (0.0, False)
+def numbers_of(act: str) -> tuple[str, tuple[float, ...]]:
+    """The kind of an activation (LIMITED, CUT or SITU), and its numbers; of one without any its name, and ()."""
+    kind = next((kind for kind in (LIMITED, CUT, SITU) if act.startswith(kind)), act)
+    return kind, tuple(map(float, act.removeprefix(kind).split("_"))) if kind != act else ()
 
 
 # ---- the operators

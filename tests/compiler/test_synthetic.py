@@ -20,7 +20,7 @@ PARAMETERS = {
     "gemma3-12b": 11.77e9,
     "gemma4-26b-a4b": 25.2e9, "mistral-small-24b": 23.57e9, "phi4-mini": 3.84e9, "lfm2-1.2b": 1.17e9,
     "qwen35-35b-a3b": 34.66e9, "granite-4-h-small": 32.2e9, "nemotron-3-nano": 31.6e9, "kimi-linear-48b-a3b": 49.12e9,
-    "glm-5": 743.9e9, "deepseek-v3.2": 671.9e9,
+    "glm-5": 743.9e9, "deepseek-v3.2": 671.9e9, "step-3.5-flash": 196.8e9,
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import json
 
 import architectures
 import encoders
+import further_architectures
 import numpy as np
 import pytest
 import vulkan_harness
@@ -31,9 +32,9 @@ MAX_CHANGE = 2e-3  # of the logits' range, however the tokens come
 
 # Of decoders that are others put together anew, those with a part of their own
 PARTS = {
-    "afmoe", "arctic", "bloom", "cohere2moe",
-    "dbrx", "deci", "deepseek32", "falcon", "gpt2", "hy_v3", "laguna", "mamba", "minimax-01", "muse-glimmer", "olmo",
-    "openelm", "plamo3", "smallthinker", "stablelm",
+    "afmoe", "arctic", "bloom", "cohere2moe", "dbrx", "deci", "deepseek32", "falcon", "gpt2", "hy_v3", "hy_v4",
+    "kimi-k3", "laguna", "mamba", "minimax-01", "minimax-m3", "muse-glimmer", "olmo", "openelm", "plamo3", "qwen4exp",
+    "smallthinker", "stablelm", "step35",
 }  # fmt: skip
 KEPT = [name for name in architectures.MODELS if name not in architectures.LLAMACPP or name in PARTS]
 
@@ -53,7 +54,10 @@ def test_logits(tmp_path, name):
 
 
 # with operators, or parts of them, that others do not have
-ON_GPUS = "bailingmoe3", "bloom", "deepseek32", "dots3note", "grovemoe", "mamba", "maple", "mimo2", "minimax-01"
+ON_GPUS = (
+    "bailingmoe3", "bloom", "deepseek32", "dots3note", "grovemoe", "hy_v4", "kimi-k3", "mamba", "maple", "mimo2",
+    "minimax-01", "minimax-m3", "qwen4exp",
+)  # fmt: skip
 
 
 @pytest.mark.full
@@ -91,7 +95,7 @@ REFERENCES = sorted(
 def test_exact_logits(shared, tmp_path, name):
     """A random f16 model against logits that llama.cpp computed from the same weights in float32."""
     path = tmp_path / "model.gguf"
-    facts, exact = architectures.referenced(shared, name, path)
+    facts, exact = further_architectures.referenced(shared, name, path)
     with GGUFModel.open(path) as model:
         # the references' context: it decides between RoPE's factors for short and for long ones
         compile_model(model, tmp_path / "model", CompileOptions(target="cpu", ctx=512, tuned="none"))

@@ -10,7 +10,7 @@ import threading
 from functools import partial
 from pathlib import Path
 
-import architectures
+import further_architectures
 import numpy as np
 import pytest
 import vulkan_harness
@@ -200,7 +200,7 @@ def test_guesses_continue_in_a_new_process(tmp_path, monkeypatch):
     """The layer that guesses has keys in the same pages."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = CompileOptions(target="cpu", arch="native", ctx=256, tuned="none")
-    compile_model(architectures.predicting("qwen35"), tmp_path / "model", options)
+    compile_model(further_architectures.predicting("qwen35"), tmp_path / "model", options)
 
     def load(**more):
         return Engine.load(tmp_path / "model", RunOptions(threads=2, draft="mtp", **more))

@@ -1,13 +1,13 @@
 """Layers of multi-token prediction: guesses are those of the formula, and answers do not depend on them.
 
-tests/fixtures/predictor.npz: of the models in architectures.PREDICTING, after the tokens `ids` and "<name> next", the
-logits of four guesses, each made after the one before, computed in float64 with NumPy from the GGUF files that
-`write_gguf` makes of the models, by a program that shares nothing with this repository; of qwen35 by llama.cpp.
+tests/fixtures/predictor.npz: of the models in further_architectures.PREDICTING, after the tokens `ids` and
+"<name> next", the logits of four guesses, each made after the one before, computed in float64 with NumPy from the
+GGUF files that `write_gguf` makes of the models, by a program that shares nothing with this repository.
 """
 
 from pathlib import Path
 
-import architectures
+import further_architectures
 import numpy as np
 import pytest
 import vulkan_harness
@@ -45,7 +45,7 @@ def case(request, tmp_path_factory):
     name, target = request.param
     if target == "vulkan":
         vulkan_harness.gpu()  # skips without a device
-    with load(architectures.predicting(name), target, tmp_path_factory.mktemp("predictor") / "model") as engine:
+    with load(further_architectures.predicting(name), target, tmp_path_factory.mktemp("predictor") / "model") as engine:
         yield name, engine
 
 
@@ -133,7 +133,7 @@ def test_a_layer_that_guesses_wrong_costs_little(tmp_path, monkeypatch):
 def successor(passed: float = 1.0) -> GGUFModel:
     """Every token is followed by its successor, whatever stands before it: layers add nothing, the last matrix has the
     embedding of token t as row t + 1, and the predicting layer passes the embedding on, times `passed`."""
-    model = architectures.predicting("qwen35")
+    model = further_architectures.predicting("qwen35")
     stored, hidden = dict(model.stored), model.config.hidden
 
     def put(name, matrix):

@@ -3,7 +3,7 @@
 import gzip
 import re
 
-import architectures
+import further_architectures
 import numpy as np
 import pytest
 import reference
@@ -213,7 +213,7 @@ def test_exact_logits_in_the_emulator(shared, emulator, tmp_path, name, arch, mo
     against logits that llama.cpp computed from the same weights in float32."""
     monkeypatch.setenv("MLC_AMD_GRAPH", "0")
     path = tmp_path / "model.gguf"
-    _, exact = architectures.referenced(shared, name, path)
+    _, exact = further_architectures.referenced(shared, name, path)
     with GGUFModel.open(path) as model:
         compile_model(model, tmp_path / "rocm", CompileOptions(target="rocm", arch=arch, ctx=512))
     artifact = Artifact.open(tmp_path / "rocm")

@@ -1,6 +1,8 @@
 """Sparse attention by an indexer on the CPU, on Mesa's CPU driver and in the emulator, against float64: rows that see
 fewer keys than they may and more, equal scores, pages in any order."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tvm
@@ -21,9 +23,15 @@ from tests.schedules.gpu.test_gpu_experts import emulated
 CTX, USED, M = 256, 40, 6
 PLACES = [(39, 2), (40, 2), (0, 5), (150, 7), (151, 7), (255, 9)]  # position and slot of each row
 LAYER = Attention(heads=3, kv_heads=1, d=80, ctx=CTX, scale=0.2, values=64)
+WIDE = Attention(heads=6, kv_heads=2, d=72, ctx=CTX, scale=0.2)
 KERNELS = {
     "choice": SelectKeys(heads=3, d=48, used=USED, ctx=CTX, m=M),
+    "blocks": SelectKeys(heads=3, d=48, used=USED // 4, ctx=CTX, m=M, block=4),
+    "blocks by head": SelectKeys(heads=2, d=48, used=3, ctx=CTX, m=M, block=16, by_head=True, local=2),
     "attention": SelectedAttention(layer=LAYER, used=USED, m=M),
+    "attention with sinks": SelectedAttention(layer=replace(LAYER, sinks=True), used=USED, m=M),
+    "attention to blocks": SelectedAttention(layer=WIDE, used=USED // 4, m=M, block=4, tail=True),
+    "attention to blocks by head": SelectedAttention(layer=WIDE, used=3, m=M, block=16, sets=2),
 }
 
 
@@ -34,20 +42,25 @@ def arrays_of(op, layout):
     rows = np.array(PLACES, np.int32)
     found = {"state": np.array([M, M, 0, 0], np.int32), "rows": rows, "pages": pages}
     if isinstance(op, SelectKeys):
-        inputs = {name: rng.standard_normal(shape, np.float32) for name, shape in op.shapes().items()}
+        inputs = {name: rng.standard_normal(shape, np.float32) for name, shape in op.shapes().items() if shape}
         cache = rng.standard_normal(op.cache_shape()).astype(np.float16)
         cache[:, ::3] = cache[0, 0]
-        return found | inputs | {"Ik": cache, "Ids": np.full((M, op.used), -2, np.int32)}
-    types = (cpu_types if layout == "cpu" else gpu_types)(LAYER)
+        return found | inputs | {"Ik": cache, "Ids": np.full((M, op.sets * op.used), -2, np.int32)}
+    layer = op.layer
+    types = (cpu_types if layout == "cpu" else gpu_types)(layer)
     dtype = np.float32 if layout == "cpu" else np.float16
-    ids = np.full((M, op.used), -1, np.int32)
+    ids = np.full((M, op.sets, op.used), -1, np.int32)
     for row, (position, _) in enumerate(PLACES):
-        count = min(position + 1, op.used)
-        ids[row, :count] = np.sort(rng.permutation(position + 1)[:count])
-    return found | {
-        "Qo": rng.standard_normal((M, LAYER.heads, LAYER.width)).astype(dtype), "Ids": ids,
-        "Kc": rng.standard_normal(types["k"][0]).astype(np.float16),
-        "Y": np.zeros((M, LAYER.heads * LAYER.value_d), np.float32),
+        own = position // op.block
+        count = min(own + 1, op.used - (op.tail and (position + 1) % op.block == 0))
+        for of_set in ids[row]:
+            of_set[:count] = np.sort(rng.permutation(own + 1)[:count])
+            of_set[count - 1] = max(of_set[count - 1], own)
+    caches = {f"{which.upper()}c": rng.standard_normal(of[0]).astype(np.float16) for which, of in types.items()}
+    return found | caches | {
+        "Qo": rng.standard_normal((M, layer.heads, layer.width)).astype(dtype), "Ids": ids.reshape(M, -1),
+        "Sinks": rng.standard_normal(layer.heads).astype(np.float32),
+        "Y": np.zeros((M, layer.heads * layer.value_d), np.float32),
     }  # fmt: skip
 
 

@@ -4,9 +4,6 @@ They cover what an architecture can be: a window smaller than the prompt, shared
 kinds. No row's choice of experts is close. `referenced` makes other ones, of which llama.cpp's logits are known.
 """
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -272,6 +269,19 @@ LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "hunyuan-moe": (EXPERTS | {"feed_forward_length": 64}, ()),
     "hunyuan_vl": (SECTIONS, ()),
     "hy_v3": (_SHARED | {"expert_weights_norm": True}, ("blk.1.ffn_gate_inp.weight", "blk.1.exp_probs_b")),
+    "hy_v4": (
+        _INDEXED | {"block_count": 3, "attention.indexer.types": [1, 0, 1], "swiglu_clamp_exp": [0.5, 0.25, 1.0]}
+        | {"hyper_connection.count": 4, "hyper_connection.epsilon": 1e-6, "hyper_connection.magnitude": 2.0},
+        ("output.weight", *_SELECTION),
+    ),
+    "kimi-k3": (
+        _SHARED | {"block_count": 5, "attention.head_count_kv": [0, 1, 0, 0, 1], "ssm.conv_kernel": 4}
+        | {"kda.head_dim": 48, "kda.gate_lower_bound": -5.0, "rope.dimension_count": 16, "attn_res.block_size": 2}
+        | {"attention.q_lora_rank": 96, "attention.kv_lora_rank": 64, "attention.key_length": 80}
+        | {"attention.value_length": 64, "attention.key_length_mla": 48, "attention.value_length_mla": 32}
+        | {"activation.situ_beta": 2.0, "activation.situ_linear_beta": 3.0, "expert_latent_length": 64},
+        ("output.weight", *_SELECTION, "blk.*.attn_gate.weight", "blk.*.ffn_routed_norm.weight"),
+    ),
     "internlm2": ({}, ("output.weight",)),
     "jais": (
         {"attention.max_alibi_bias": 8.0},
@@ -297,8 +307,8 @@ LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
          "blk.0.attn_sinks.weight"),
     ),
     "minimax-m3": (
-        _SHARED | _PARTIAL | {"expert_weights_norm": True, "expert_weights_scale": 1.5, "attention.indexer.top_k": 16}
-        | {"attention.indexer.block_size": 16, "attention.indexer.head_count": 2, "attention.indexer.key_length": 32}
+        _SHARED | _PARTIAL | {"expert_weights_norm": True, "expert_weights_scale": 1.5, "attention.indexer.top_k": 4}
+        | {"attention.indexer.block_size": 4, "attention.indexer.head_count": 2, "attention.indexer.key_length": 32}
         | {"attention.indexer.local_blocks": 1},
         ("output.weight", *_SELECTION),
     ),
@@ -335,8 +345,27 @@ LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "plamo3": (_WINDOWS, _QKV),
     "qwen": ({"attention.head_count_kv": 4}, ("output.weight", *_QKV, "blk.*.attn_qkv.bias")),
     "refact": ({"attention.head_count_kv": 1}, ()),
+    "qwen4exp": (
+        EXPERTS | DELTA_NET | SECTIONS | {"attention.recurrent_layers": [1, 1, 0], "block_count": 3}
+        | {"ssm.inner_size": 128}
+        | {"expert_shared_feed_forward_length": 96, "hyper_connection.count": 4, "hyper_connection.low_rank": 8}
+        | {"attention.indexer.head_count": 3, "attention.indexer.key_length": 32, "attention.indexer.top_k": 16}
+        | {"attention.compress_ratios": [0, 0, 4], "ple.layers": [1], "ple.ngram_size": 3, "ple.heads_per_ngram": 2}
+        | {"ple.conv_kernel": 4, "ple.eos_token_id": 5, "embedding_length_per_layer_input": 64}
+        | {"ple.layer_multipliers": [23456789012345, 34567890123457, 45678901234567]}
+        | {"ple.head_offsets": [0, 97, 198, 301], "ple.head_vocab_sizes": [97, 101, 103, 107]},
+        ("output.weight",),
+    ),
     "smallthinker": (EXPERTS | {"expert_gating_func": 2, "block_count": 2}, ()),
     "spark2_5": (_WINDOWS | _ALTERNATING, ()),
+    "step35": (
+        EXPERTS | _WINDOWS | {"attention.sliding_window_pattern": [0, 1, 1, 0], "rope.freq_base_swa": 1000.0}
+        | {"attention.head_count": [4, 6, 6, 4], "rope.dimension_count_swa": 64, "expert_weights_norm": True}
+        | {"expert_weights_scale": 1.5, "swiglu_clamp_exp": [0.0, 0.0, 0.5, 0.25], "expert_gating_func": 2}
+        | {"swiglu_clamp_shexp": [0.0, 0.0, 0.25, 0.5], "expert_shared_feed_forward_length": 96},
+        ("output.weight", *_SELECTION, *(f"blk.{i}.ffn_gate_inp.weight" for i in (1, 2, 3)),
+         "blk.*.attn_q_norm.weight", "blk.*.attn_gate.weight"),
+    ),
     "stablelm": (_PARTIAL, ("output.weight", "blk.*.attn_q_norm.weight", "output_norm.bias", *_biases("attn_norm"))),
     "starcoder": ({}, (*_QKV, "blk.*.attn_qkv.bias", *_LAYER_NORM_BIAS, *_UNGATED_BIAS)),
     "talkie": ({"logit_scale": 0.5}, ("output.weight",)),
@@ -362,40 +391,3 @@ def exact() -> dict[str, np.ndarray]:
     fixtures = (Path(__file__).parents[1] / "fixtures").glob("architectures*.npz")
     found = {name: array for path in fixtures for name, array in np.load(path).items()}
     return found | {name: found[other] for name, other in SAME_TEXT.items()}
-
-
-def _predictor(layer: int, *own: str) -> tuple[str, ...]:
-    """The tensors of a layer of multi-token prediction that tell that there is one, and `own` ones."""
-    names = "attn_norm", *(f"nextn.{name}" for name in ("eh_proj", "enorm", "hnorm", *own))
-    return tuple(f"blk.{layer}.{name}.weight" for name in names)
-
-
-# with a layer of multi-token prediction after the others
-PREDICTING: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
-    "qwen35": (DELTA_NET | {"block_count": 3, "nextn_predict_layers": 1}, _predictor(2, "shared_head_norm")),
-    "glm4moe": (
-        MODELS["glm4moe"][0] | {"block_count": 3, "nextn_predict_layers": 1},
-        (*MODELS["glm4moe"][1], *_predictor(2, "shared_head_head", "embed_tokens")),
-    ),
-    "deepseek2": (
-        MODELS["deepseek2"][0] | {"block_count": 4, "nextn_predict_layers": 2},
-        (*MODELS["deepseek2"][1], *_predictor(2, "shared_head_norm")),
-    ),
-}
-
-
-def predicting(name: str) -> GGUFModel:
-    """The model of that name in PREDICTING, with random weights."""
-    keys, tensors = PREDICTING[name]
-    return synthetic("tiny-qwen2:f16", keys={"general.architecture": name} | keys, tensors=tensors)
-
-
-def referenced(shared: Path, name: str, path: Path) -> tuple[dict, dict[str, np.ndarray]]:
-    """Writes a random f16 model of an architecture, 512 tokens of context, to `path` (GGUF). shared: the folder of
-    reference data. Returns its description and, computed by llama.cpp from the same weights in float32, the logits
-    [n, vocab] after the n `positions` of `ids`."""
-    folder = shared / "archs"
-    facts = json.loads((folder / "refs" / f"{name}-0.json").read_text())
-    command = [sys.executable, str(folder / "mkarch.py"), name, str(path), "--variant", "0", "--seed", facts["seed"]]
-    subprocess.run([str(part) for part in command], check=True, capture_output=True, cwd=path.parent)
-    return facts, dict(np.load(folder / "refs" / f"{name}-0.npz"))

@@ -24,6 +24,23 @@ _BARE = (
 _LLAMA = '{{ ";" if not loop.first }}{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}{% endfor %}'
 
 
+_XML = (
+    "{% macro xml(value) %}{% if value is mapping %}{% for k, v in value.items() %}"
+    "]<]minimax[>[<{{ k }}>{{ xml(v) }}]<]minimax[>[</{{ k }}>{% endfor %}"
+    "{% elif value is sequence and value is not string %}{% for v in value %}"
+    "]<]minimax[>[<item>{{ xml(v) }}]<]minimax[>[</item>{% endfor %}"
+    "{% else %}{{ value if value is string else value | tojson }}{% endif %}{% endmacro %}"
+)
+_DSML = (
+    "<｜DSML｜tool_calls>\n"
+    + _CALLS
+    + '<｜DSML｜invoke name="{{ f.name }}">\n{% for key, value in f.arguments.items() %}'
+    + '<｜DSML｜parameter name="{{ key }}" string="{{ "true" if value is string else "false" }}">'
+    + "{{ value if value is string else value | tojson }}</｜DSML｜parameter>\n{% endfor %}"
+    + "</｜DSML｜invoke>\n{% endfor %}</｜DSML｜tool_calls>"
+)
+
+
 def _tags(key: str, closing: str) -> str:
     return _TAGS.replace("KEY", key).replace("CLOSING", closing)
 
@@ -60,6 +77,46 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
         + '<invoke name="{{ f.name }}">\n'
         + _tags('<parameter name="{{ key }}">', "</parameter>\n")
         + "</invoke>\n{% endfor %}</minimax:tool_call>",
+        (),
+    ),
+    "minimax-m3": (
+        _XML
+        + "]<]minimax[>[<tool_call>\n"
+        + _CALLS
+        + ']<]minimax[>[<invoke name="{{ f.name }}">{{ xml(f.arguments) }}]<]minimax[>[</invoke>\n{% endfor %}'
+        + "]<]minimax[>[</tool_call>",
+        (),
+    ),
+    "muse": (
+        "<atem:function_calls>\n"
+        + _CALLS
+        + '<atem:invoke name="{{ f.name }}">\n'
+        + _tags('<atem:parameter name="{{ key }}">', "</atem:parameter>\n")
+        + "</atem:invoke>\n{% endfor %}</atem:function_calls>",
+        (),
+    ),
+    "deepseek-v3.2": (_DSML.replace("tool_calls>", "function_calls>"), ()),
+    "deepseek-v4": (_DSML, ()),
+    "kimi-k3": (
+        "<|open|>tools<|sep|>"
+        + _CALLS
+        + '<|open|>call tool="{{ f.name }}" index="{{ loop.index }}"<|sep|>'
+        + "{% for key, value in f.arguments.items() %}"
+        + "{% set kind = 'string' if value is string else 'boolean' if value is boolean else 'null' if value is none "
+        + "else 'number' if value is number else 'object' if value is mapping else 'array' %}"
+        + '<|open|>argument key="{{ key }}" type="{{ kind }}"<|sep|>'
+        + "{{ value if value is string else value | tojson }}<|close|>argument<|sep|>{% endfor %}"
+        + "<|close|>call<|sep|>{% endfor %}<|close|>tools<|sep|>",
+        ("<|open|>", "<|sep|>", "<|close|>"),
+    ),
+    "hunyuan-3": (
+        "<tool_calls:opensource>\n"
+        + _CALLS
+        + "<tool_call:opensource>{{ f.name }}<tool_sep:opensource>\n"
+        + _tags(
+            "<arg_key:opensource>{{ key }}</arg_key:opensource>\n<arg_value:opensource>", "</arg_value:opensource>\n"
+        )
+        + "</tool_call:opensource>\n{% endfor %}</tool_calls:opensource>",
         (),
     ),
     "glm": (

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from mlc_amd.schedules.operators.experts import limit_of
+from mlc_amd.schedules.operators.experts import CUT, SITU, numbers_of
 
 
 def softmax(x):
@@ -78,11 +78,17 @@ ACTIVATIONS = {
 
 
 def activate(act, gate, up):
-    limit, cut = limit_of(act)
-    if limit:
-        up = np.clip(up, -limit, limit)
-        return np.minimum(gate * sigmoid(gate), limit) * up if cut else ACTIVATIONS["silu"](np.minimum(gate, limit), up)
-    return ACTIVATIONS[act](gate, up)
+    kind, numbers = numbers_of(act)
+    if not numbers:
+        return ACTIVATIONS[act](gate, up)
+    limit = numbers[0]
+    if kind == SITU:
+        up = numbers[1] * np.tanh(up / numbers[1]) if numbers[1] else up
+        return limit * np.tanh(gate / limit) * sigmoid(gate) * up
+    up = np.clip(up, -limit, limit)
+    if kind == CUT:
+        return np.minimum(gate * sigmoid(gate), limit) * up
+    return ACTIVATIONS["silu"](np.minimum(gate, limit), up)
 
 
 def linear(x, w, bias=None):

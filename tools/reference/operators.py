@@ -259,26 +259,47 @@ def _select_keys(c: Case) -> dict[str, Result]:
     for row, position, slot in zip(rows, positions, slots, strict=True):
         key = c.arrays["K"][row, : a.d].astype(np.float16)
         cache[pages[slot, position // PAGE], position % PAGE] = key
-    found = np.full((c.live, a.used), -1)
+    found = np.full((c.live, a.sets, a.used), -1)
     for row, position, slot in zip(rows, positions, slots, strict=True):
-        keys = cache[pages[slot]].reshape(-1, a.d)[: position + 1]
-        products = np.maximum(c.arrays["Q"][row, : a.heads * a.d].reshape(a.heads, a.d).astype(np.float64) @ keys.T, 0)
-        order = np.argsort(-(c.arrays["W"][row, : a.heads] @ products), kind="stable")[: a.used]
-        found[row, : len(order)] = np.sort(order)
-    return {"Ids": Result(found[c.rows], c.rows), "Ik": Result(cache)}
+        keys, own = cache[pages[slot]].reshape(-1, a.d)[: position + 1], position // a.block
+        products = c.arrays["Q"][row, : a.heads * a.d].reshape(a.heads, a.d).astype(np.float64) @ keys.T
+        most, whole = a.used, (position + 1) % a.block == 0
+        if a.by_head:
+            scores = np.maximum.reduceat(products, np.arange(0, position + 1, a.block), axis=1)
+            scores[:, max(own - a.local + 1, 0) :] = np.inf
+        elif a.block == 1:
+            scores = (c.arrays["W"][row, : a.heads] @ np.maximum(products, 0))[None]
+        else:
+            ends = np.minimum(np.arange(own + 1) * a.block + a.block - 1, position)
+            scores, most = np.maximum(products, 0).sum(0)[None, ends], a.used - whole
+            scores[:, own:] = scores[:, own:] if whole else np.inf
+        for i, of_set in enumerate(scores):
+            order = np.argsort(-of_set, kind="stable")[:most]
+            found[row, i, : len(order)] = np.sort(order)
+    return {"Ids": Result(found.reshape(c.live, -1)[c.rows], c.rows), "Ik": Result(cache)}
 
 
 def _selected_attention(c: Case) -> dict[str, Result]:
     layer, rows = c.op.layer, c.rows
     positions, slots = c.places(rows)
-    (pool, _), pages = kv.pools_of(c.layout, _caches(c)), c.arrays["pages"]
+    pools, pages = kv.pools_of(c.layout, _caches(c)), c.arrays["pages"]
+    sinks = c.arrays["Sinks"][: layer.heads].astype(np.float64) if layer.sinks else np.full(layer.heads, -np.inf)
     found = np.empty((len(rows), layer.heads, layer.value_d))
     for i, (row, position, slot) in enumerate(zip(rows, positions, slots, strict=True)):
-        ids = c.arrays["Ids"][row][: min(position + 1, c.op.used)]
-        keys = kv.of_slot(pool, pages, slot, position + 1)[0, ids, : layer.d].astype(np.float64)
-        scores = c.arrays["Qo"][row, :, : layer.d].astype(np.float64) @ keys.T
-        weights = np.exp2(scores - scores.max(-1, keepdims=True))
-        found[i] = weights @ keys[:, : layer.value_d] / weights.sum(-1, keepdims=True)
+        k, v = (kv.of_slot(pool, pages, slot, position + 1).astype(np.float64) for pool in pools)
+        chosen = c.arrays["Ids"][row].reshape(c.op.sets, -1)
+        for head in range(layer.heads):
+            group = head // layer.group
+            most = c.op.used - (c.op.tail and (position + 1) % c.op.block == 0)
+            blocks = chosen[group // (layer.kv_heads // c.op.sets)][: min(position // c.op.block + 1, most)]
+            ids = (blocks[:, None] * c.op.block + np.arange(c.op.block)).reshape(-1)
+            behind = max((blocks[-1] + 1) * c.op.block - 1 - position, 0) if c.op.block > 1 else 0
+            ids = ids[: len(ids) - behind].clip(0, position)
+            scores = k[group, ids, : layer.d] @ c.arrays["Qo"][row, head, : layer.d].astype(np.float64)
+            top = scores.max()
+            weights = np.exp2(scores - top)
+            total = weights.sum() + np.exp(sinks[head] - top * np.log(2))
+            found[i, head] = weights @ v[group, ids, : layer.value_d] / total
     return {"Y": Result(found.reshape(len(rows), -1), rows)}
 
 

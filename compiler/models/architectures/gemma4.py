@@ -19,6 +19,7 @@ from mlc_amd.compiler.models.metadata import (
     read_rope,
 )
 from mlc_amd.compiler.models.registry import architecture
+from mlc_amd.compiler.models.residuals.config import ATTENTION, FEED_FORWARD
 from mlc_amd.compiler.models.tensors import Shape, expert_tensors
 from mlc_amd.compiler.models.tensors import tensors as common_tensors
 from mlc_amd.compiler.models.transformer import add_all, dense, logits, mixture, residual_block
@@ -123,12 +124,12 @@ def decoder(g):
     inputs = layer_inputs(g, x) if g.config.layer_embedding else None
     for i, layer in enumerate(g.config.decoder_layers):
         g.hidden[i] = x
-        x = residual_block(g, x, i, layer.mixer_norms, transformer.attention)
+        x = residual_block(g, x, i, ATTENTION, layer.mixer_norms, transformer.attention)
         if layer.experts:
             y = dense_and_experts(g, x, i, layer, layer.experts)
             x = g.add(x, g.norm(y, f"blk.{i}.{layer.feed_forward_norms.after}"))
         else:
-            x = residual_block(g, x, i, layer.feed_forward_norms, transformer.feed_forward)
+            x = residual_block(g, x, i, FEED_FORWARD, layer.feed_forward_norms, transformer.feed_forward)
         if inputs is not None:
             x = g.add(x, layer_input(g, x, inputs, i))
         if layer.output_scale:

@@ -36,7 +36,7 @@ from mlc_amd.compiler.models.metadata import (
     shared_expert,
 )
 from mlc_amd.compiler.models.registry import architecture
-from mlc_amd.schedules.operators.experts import LIMITED
+from mlc_amd.schedules.operators.experts import CUT, LIMITED
 
 # Of mimo2: what llama.cpp does not use
 PLAIN_QKV = tuple(f"attn_{which}.{what}" for which in ("q", "k", "v", "qkv") for what in ("bias", "scale"))
@@ -255,6 +255,37 @@ def mimo2(keys: Keys) -> ModelConfig:
     layers = _layers(keys, windows, mixer, block, mixer_norms=Norms("attn_norm", factor=factor))
     local = {"scaled": False, "base": keys.number("rope.freq_base_swa", 10000.0)}
     ropes = rotations(keys, layers, True) | rotations(keys, layers, True, LOCAL_ROPE, **local)
+    return read_model(keys, layers, ropes, unused=(*predicting.unused, *idle_blocks(keys)))
+
+
+@architecture("step35")
+def step35(keys: Keys) -> ModelConfig:
+    """Step 3.5. Norms over the heads of q and k, gates on the output of heads; most layers see a window, with heads and
+    a RoPE of their own, the others rotate half as many columns; in most layers experts with limits beside a shared
+    one."""
+    predicting = predicting_layers(keys, known=False)
+    windows = _windows(keys, 4, dense_first=True)[: predicting.count]
+
+    def mixer(own: Keys, window: int) -> AttentionConfig:
+        gate: dict[str, Any] = {"own_gate": "sigmoid", "head_gate": True} if own.owns("attn_gate.weight") else {}
+        norms = own.owns("attn_q_norm.weight")
+        return read_attention(own, LOCAL_ROPE if window else ROPE, window=window, head_norms=norms, **gate)
+
+    def act(own: Keys, key: str) -> str:
+        limit = own.number(f"swiglu_clamp_{key}", 0.0, minimum=0.0)
+        return f"{CUT}{limit}" if limit else "silu"
+
+    def block(own: Keys) -> Block:
+        if not own.owns("ffn_gate_inp.weight"):
+            return dense(own)
+        gating = "" if own.integer("expert_gating_func", 0, minimum=0) else "sigmoid"
+        shared = shared_expert(own.integer("expert_shared_feed_forward_length"), act=act(own, "shexp"))
+        return beside_shared(own, gating=gating, act=act(own, "exp"), shared=shared)
+
+    layers, dim = _layers(keys, windows, mixer, block), keys.integer("rope.dimension_count")
+    base = keys.number("rope.freq_base_swa", 10000.0)
+    local = {"scaled": False, "base": base, "dim": keys.integer("rope.dimension_count_swa", dim), "factors": ""}
+    ropes = rotations(keys, layers, True, dim=dim // 2) | rotations(keys, layers, True, LOCAL_ROPE, **local)
     return read_model(keys, layers, ropes, unused=(*predicting.unused, *idle_blocks(keys)))
 
 

@@ -195,14 +195,18 @@ def grovemoe(keys: Keys) -> ModelConfig:
 @architecture("minimax-m3")
 def minimax_m3(keys: Keys) -> ModelConfig:
     """MiniMax M3. Norms over the heads of q and k, partial RoPE, a clamped SwiGLU; after a few dense layers experts
-    beside shared ones, and attention to the best blocks of keys, which are all of them in short texts."""
+    beside shared ones, and attention to the best blocks of keys of each KV head."""
     leading = keys.integer("leading_dense_block_count", 0, minimum=0)
     names = "head_count", "key_length", "top_k", "block_size"
     heads, dim, blocks, size = (keys.integer(f"attention.indexer.{name}") for name in names)
-    indexer = IndexerConfig(heads, dim, blocks * size, ROPE)
+    local = keys.integer("attention.indexer.local_blocks", minimum=0)
+    indexer = IndexerConfig(heads, dim, blocks * size, ROPE, block=size, by_head=True, local=local)
 
     def mixer(own: Keys) -> AttentionConfig:
-        return HEAD_NORMS(own, indexer=indexer if (own.layer or 0) >= leading else None)
+        a = HEAD_NORMS(own)
+        if a.kv_heads != heads:
+            raise keys.error(f"the indexer has {heads} heads, attention {a.kv_heads} KV heads; convert the model again")
+        return replace(a, indexer=indexer) if (own.layer or 0) >= leading else a
 
     def experts(own: Keys) -> ExpertsConfig:
         count = own.integer("expert_shared_count") * own.integer("expert_feed_forward_length")

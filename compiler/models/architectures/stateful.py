@@ -221,17 +221,17 @@ def qwen35(keys: Keys) -> ModelConfig:
 @architecture("qwen35moe", "experts", "shared", "states")
 def qwen35moe(keys: Keys) -> ModelConfig:
     """Qwen 3.5 and later with experts beside a gated shared expert in every layer."""
-    return _read_qwen(keys, _qwen_experts)
+    return _read_qwen(keys, qwen_experts)
 
 
 @architecture("qwen3next", "experts", "shared")
 def qwen3next(keys: Keys) -> ModelConfig:
     """As qwen35moe, with value heads in the order of their key heads, and merged inputs of the delta nets."""
     split = any(name.endswith("attn_gate.weight") for name in keys.tensors)
-    return _read_qwen(keys, _qwen_experts, grouped=True, merged_gates=True, merged_inputs=not split)
+    return _read_qwen(keys, qwen_experts, grouped=True, merged_gates=True, merged_inputs=not split)
 
 
-def _qwen_experts(keys: Keys) -> ExpertsConfig:
+def qwen_experts(keys: Keys) -> ExpertsConfig:
     size = keys.integer("expert_feed_forward_length")
     shared = keys.integer("expert_shared_feed_forward_length", 0, minimum=0) or size
     shared = SharedExpertConfig(shared, gated_output=True)
@@ -240,8 +240,8 @@ def _qwen_experts(keys: Keys) -> ExpertsConfig:
 
 def _read_qwen(keys: Keys, block: Callable[[Keys], Block], **variant) -> ModelConfig:
     """A model of delta nets and attention with that block in each layer. `variant`: of DeltaNetConfig."""
-    predicting, delta = predicting_layers(keys), _delta_net(keys, **variant)
-    recurrent = [*_recurrent(keys, predicting.count), False]
+    predicting, delta = predicting_layers(keys), delta_net(keys, **variant)
+    recurrent = [*recurrent_layers(keys, predicting.count), False]
 
     def layer(own: Keys) -> LayerConfig:
         if recurrent[own.layer or 0]:
@@ -256,7 +256,7 @@ def _read_qwen(keys: Keys, block: Callable[[Keys], Block], **variant) -> ModelCo
     return read_model(keys, layers, rotations(keys, layers, neox=True), unused=(*predicting.unused, *twice))
 
 
-def _recurrent(keys: Keys, count: int) -> list[bool]:
+def recurrent_layers(keys: Keys, count: int) -> list[bool]:
     """Which layers are delta nets."""
     if keys.has("attention.recurrent_layers"):
         return keys.flags("attention.recurrent_layers", read_layers(keys))[:count]
@@ -264,7 +264,7 @@ def _recurrent(keys: Keys, count: int) -> list[bool]:
     return [(i + 1) % interval != 0 for i in range(count)]
 
 
-def _delta_net(keys: Keys, **variant) -> DeltaNetConfig:
+def delta_net(keys: Keys, **variant) -> DeltaNetConfig:
     key_heads, value_heads = keys.integer("ssm.group_count"), keys.integer("ssm.time_step_rank")
     size = keys.integer("ssm.state_size")
     if value_heads % key_heads:
@@ -272,11 +272,11 @@ def _delta_net(keys: Keys, **variant) -> DeltaNetConfig:
             f"value heads ({value_heads}) must be a multiple of key heads ({key_heads}) to be compiled; use another "
             "model"
         )
-    _check_heads(keys, value_heads, size)
+    check_heads(keys, value_heads, size)
     return DeltaNetConfig(key_heads, value_heads, size, read_taps(keys, "ssm.conv_kernel"), **variant)
 
 
-def _check_heads(keys: Keys, heads: int, size: int) -> None:
+def check_heads(keys: Keys, heads: int, size: int) -> None:
     check_multiple(keys, "columns of a head of delta nets", size, VECTOR)
     check_multiple(keys, "columns of all heads of delta nets", heads * size)
 
@@ -287,7 +287,7 @@ def kimi_linear(keys: Keys) -> ModelConfig:
     without rotation; which, the number of KV heads says layer by layer. After a few dense layers experts beside a
     shared one."""
     heads, size = keys.at(0).integer("attention.head_count"), keys.integer("kda.head_dim")
-    _check_heads(keys, heads, size)
+    check_heads(keys, heads, size)
     delta = ChannelDeltaConfig(heads, size, read_taps(keys, "ssm.conv_kernel"))
     kv_heads = keys.integers("attention.head_count_kv", read_layers(keys), minimum=0)
     return read_uniform(
@@ -318,8 +318,9 @@ def bailingmoe3(keys: Keys) -> ModelConfig:
     if not keys.flag("kda.safe_gate", True) or not -math.inf < bound < 0.0:
         raise keys.error("decays without a bound are not known of bailingmoe3; convert the model again")
     heads, size = max(keys.integers("attention.head_count", len(kv_heads), minimum=0)), keys.integer("kda.head_dim")
-    _check_heads(keys, heads, size)
-    delta = ChannelDeltaConfig(heads, size, read_taps(keys, "ssm.conv_kernel"), bound)
+    check_heads(keys, heads, size)
+    taps = read_taps(keys, "ssm.conv_kernel")
+    delta = ChannelDeltaConfig(heads, size, taps, bound, decays=("ssm_f_a",), gates=("ssm_g_a",))
     predicting = predicting_layers(keys, known=False)
 
     def act(own: Keys, key: str) -> str:

@@ -266,11 +266,11 @@ def _read_indexed(keys: Keys, types: list[int], neox: bool) -> ModelConfig:
     return read_model(keys, layers, indexed_rotations(keys, neox), unused=predicting.unused)
 
 
-def read_indexer(keys: Keys, own: bool) -> IndexerConfig:
-    """Of a layer. own: whether it chooses."""
+def read_indexer(keys: Keys, own: bool, **variant) -> IndexerConfig:
+    """Of a layer. own: whether it chooses. `variant`: further fields of IndexerConfig."""
     heads, dim, used = (keys.integer(f"attention.indexer.{key}") for key in ("head_count", "key_length", "top_k"))
     check_multiple(keys, "columns of the indexer's keys", dim)
-    return IndexerConfig(heads, dim, used, INDEX_ROPE, own)
+    return IndexerConfig(heads, dim, used, INDEX_ROPE, own=own, **variant)
 
 
 def indexed_rotations(keys: Keys, neox: bool) -> dict[str, RopeConfig]:

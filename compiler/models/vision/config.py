@@ -46,7 +46,7 @@ class VisionConfig:
     eps: float
     patch: int
     image: int  # side of the image that positions were learned for
-    act: str  # of graph.ACTIVATIONS
+    act: str  # of activations.ACTIVATIONS
     norm: Literal["layer", "rms"] = "layer"
     unused: int = 0  # layers of the file after these, which are not run
     merge: int = 1

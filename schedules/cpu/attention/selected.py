@@ -1,5 +1,5 @@
-"""Sparse attention by an indexer on the CPU (schedules/operators/indexer.py): the choice of keys, and latent attention
-to them.
+"""Sparse attention by an indexer on the CPU (schedules/operators/indexer.py): the choice of keys, and attention to
+them.
 
 Scores go block by block of 64 keys, which are transposed first: vectors hold a column of several keys. The largest are
 found bit by bit: how many scores are at least a number says its next bit.
@@ -8,6 +8,7 @@ found bit by bit: how many scores are at least a number says its next bit.
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.choices import choices, keys_of
 from mlc_amd.schedules.cpu import registry
 from mlc_amd.schedules.cpu.attention.cache import BLOCK, Cache, RowTable
 from mlc_amd.schedules.cpu.base.arch import Arch
@@ -26,7 +27,7 @@ from mlc_amd.schedules.cpu.base.vector import (
     store,
     tree_add,
 )
-from mlc_amd.schedules.operators.attention import SLOTS
+from mlc_amd.schedules.operators.attention import LOG2E, SLOTS
 from mlc_amd.schedules.operators.indexer import SelectedAttention, SelectKeys
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
@@ -37,12 +38,13 @@ MAX_HEADS = 16  # of a task
 
 @registry.builds(SelectKeys)
 def select_keys(op: SelectKeys, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows, pages, Q, W, K, Ik, Ids)."""
+    """Kernel (state int32[4], rows, pages, Q, [W], K, Ik, Ids)."""
     blocks, d = op.ctx // BLOCK, op.d
+    columns = -(-op.blocks // LANES) * LANES
     with kernel(name) as (builder, state):
         rows, pages = RowTable(op.m), T.arg("pages", T.buffer((SLOTS, blocks), "int32"))
         Q, W, K = declared(**op.shapes())
-        (Ik,), (Ids,) = declared("float16", Ik=op.cache_shape()), declared("int32", Ids=(op.m, op.used))
+        (Ik,), (Ids,) = declared("float16", Ik=op.cache_shape()), declared("int32", Ids=(op.m, op.sets * op.used))
         live = live_rows(state, op.m)
 
         def last_of(row: Expr) -> Expr:
@@ -55,45 +57,90 @@ def select_keys(op: SelectKeys, arch: Arch, name: str, plan: None = None) -> tir
                 page = opaque(pages[rows.slot(row), last // BLOCK])
                 with T.serial(d // LANES) as c:
                     store(Ik, T.cast(K[row, at(c * LANES)], "float16x16"), page, last % BLOCK, at(c * LANES))
-        Order = T.alloc_buffer((op.m, op.ctx), "int32")  # of the scores
-        with T.parallel(live * blocks) as task:
-            row, block = opaque(task // blocks), opaque(task % blocks)
-            last = last_of(row)
-            with T.If(block * BLOCK <= last), T.Then():
-                page, turned = opaque(pages[rows.slot(row), block]), T.alloc_buffer((d, BLOCK), "float32")
-                with T.serial(BLOCK) as key, T.serial(d // LANES) as c:
-                    x = arch.isa.half(Ik[page, key, at(c * LANES)], LANES)
-                    for lane in range(LANES):
-                        store(turned, T.Shuffle([x], [T.int32(lane)]), c * LANES + lane, key)
-                totals = [registers(LANES) for _ in range(BLOCK // LANES)]
-                products = [registers(LANES) for _ in range(BLOCK // LANES)]
-                for total in totals:
-                    store(total, f32(0.0), at(0))
-                with T.serial(op.heads) as head:
-                    for product in products:
-                        store(product, f32(0.0), at(0))
-                    with T.serial(d) as c:
-                        q = splat(Q[row, head * d + c])
-                        for i, product in enumerate(products):
-                            store(product, product[at(0)] + q * turned[c, at(i * LANES)], at(0))
-                    for total, product in zip(totals, products, strict=True):
-                        positive = T.Bind(T.max(product[at(0)], f32(0.0)))
-                        store(total, total[at(0)] + splat(W[row, head]) * positive, at(0))
-                for i, total in enumerate(totals):
-                    bits = T.Bind(T.reinterpret("int32x16", total[at(0)]))
-                    order = T.Select(bits < i32(0), bits ^ i32(0x7FFFFFFF), bits)
-                    key = block * BLOCK + i * LANES
-                    store(Order, T.Select(at(key) <= splat(last), order, i32(LOWEST)), row, at(key))
-        with T.parallel(live) as row:
-            _choose(op, Order, Ids, row, last_of(row))
+        Order = T.alloc_buffer((op.m, op.sets, columns), "int32")  # of the scores
+        if op.block == 1:
+            with T.parallel(live * blocks) as task:
+                row, block = opaque(task // blocks), opaque(task % blocks)
+                _score_keys(op, arch, (Q, W, Ik, Order), (pages, rows.slot(row)), last_of(row), (row, block))
+        else:
+            with T.parallel(live * op.sets * columns) as task:
+                row, one = opaque(task // (op.sets * columns)), opaque(task % (op.sets * columns))
+                place = row, opaque(one // columns), opaque(one % columns)
+                _score_block(op, arch, (Q, Ik, Order), (pages, rows.slot(row)), last_of(row), place)
+        with T.parallel(live * op.sets) as task:
+            row = opaque(task // op.sets)
+            position = last_of(row)
+            _choose(op, Order, Ids, (row, opaque(task % op.sets)), position // op.block, choices(op, position))
     return builder.get()
 
 
-def _choose(op: SelectKeys, Order: Buffer, Ids: Buffer, row: Expr, last: Expr) -> None:
-    """The ids of a row at position `last`."""
-    with T.If(last < op.used):
+def _score_keys(op: SelectKeys, arch: Arch, buffers, pages, last: Expr, place: tuple[Expr, Expr]) -> None:
+    """The scores of a block of the cache. place: (row, number of the block)."""
+    (Q, W, Ik, Order), (table, slot), (row, block) = buffers, pages, place
+    with T.If(block * BLOCK <= last), T.Then():
+        page, turned = opaque(table[slot, block]), T.alloc_buffer((op.d, BLOCK), "float32")
+        with T.serial(BLOCK) as key, T.serial(op.d // LANES) as c:
+            x = arch.isa.half(Ik[page, key, at(c * LANES)], LANES)
+            for lane in range(LANES):
+                store(turned, T.Shuffle([x], [T.int32(lane)]), c * LANES + lane, key)
+        totals = [registers(LANES) for _ in range(BLOCK // LANES)]
+        products = [registers(LANES) for _ in range(BLOCK // LANES)]
+        for total in totals:
+            store(total, f32(0.0), at(0))
+        with T.serial(op.heads) as head:
+            for product in products:
+                store(product, f32(0.0), at(0))
+            with T.serial(op.d) as c:
+                q = splat(Q[row, head * op.d + c])
+                for i, product in enumerate(products):
+                    store(product, product[at(0)] + q * turned[c, at(i * LANES)], at(0))
+            for total, product in zip(totals, products, strict=True):
+                positive = T.Bind(T.max(product[at(0)], f32(0.0)))
+                store(total, total[at(0)] + splat(W[row, head]) * positive, at(0))
+        for i, total in enumerate(totals):
+            bits = T.Bind(T.reinterpret("int32x16", total[at(0)]))
+            order = T.Select(bits < i32(0), bits ^ i32(0x7FFFFFFF), bits)
+            key = block * BLOCK + i * LANES
+            store(Order, T.Select(at(key) <= splat(last), order, i32(LOWEST)), row, 0, at(key))
+
+
+def _score_block(op: SelectKeys, arch: Arch, buffers, pages, last: Expr, place: tuple[Expr, Expr, Expr]) -> None:
+    """The score of a block of several positions. place: (row, set, number of the block)."""
+    (Q, Ik, Order), (table, slot), (row, own, number) = buffers, pages, place
+    behind = opaque(T.min((number + 1) * op.block - 1, last))
+
+    def product(head: Expr, position: Expr) -> Expr:
+        page, total = opaque(table[slot, position // BLOCK]), registers(LANES)
+        store(total, f32(0.0), at(0))
+        with T.serial(op.d // LANES) as c:
+            key = arch.isa.half(Ik[page, position % BLOCK, at(c * LANES)], LANES)
+            store(total, total[at(0)] + Q[row, at(head * op.d + c * LANES)] * key, at(0))
+        return T.Bind(tree_add(T.Bind(total[at(0)])))
+
+    store(Order, T.int32(LOWEST), row, own, number)
+    with T.If(number * op.block <= last), T.Then():
+        score = registers(1)
+        if op.by_head:
+            store(score, T.float32(FAR), 0)
+            with T.serial(behind - number * op.block + 1) as i:
+                store(score, T.max(score[0], product(own, opaque(number * op.block + i))), 0)
+            forced = number > last // op.block - op.local
+        else:
+            store(score, T.float32(0), 0)
+            with T.serial(op.heads) as head:
+                store(score, score[0] + T.max(product(head, behind), T.float32(0)), 0)
+            forced = (number + 1) * op.block - 1 > last
+        bits = T.Bind(T.reinterpret("int32", score[0]))
+        order = T.Select(bits < 0, bits ^ T.int32(0x7FFFFFFF), bits)
+        store(Order, T.Select(forced, T.int32(0x7FFFFFFF), order), row, own, number)
+
+
+def _choose(op: SelectKeys, Order: Buffer, Ids: Buffer, row: tuple[Expr, Expr], last: Expr, wanted: Expr) -> None:
+    """The `wanted` ids of a row's set among the blocks up to number `last`."""
+    first = opaque(row[1] * op.used)
+    with T.If(last < wanted):
         with T.Then(), T.serial(op.used) as i:
-            store(Ids, T.Select(i <= last, i, T.int32(-1)), row, i)
+            store(Ids, T.Select(i <= last, i, T.int32(-1)), row[0], first + i)
         with T.Else():
             vectors, least = opaque(last // LANES + 1), registers(1, kind="int32")
 
@@ -102,7 +149,7 @@ def _choose(op: SelectKeys, Order: Buffer, Ids: Buffer, row: Expr, last: Expr) -
                 found = registers(LANES, kind="int32")
                 store(found, i32(0), at(0))
                 with T.serial(vectors) as i:
-                    more = T.Select(Order[row, at(i * LANES)] >= splat(number), i32(1), i32(0))
+                    more = T.Select(Order[*row, at(i * LANES)] >= splat(number), i32(1), i32(0))
                     store(found, found[at(0)] + more, at(0))
                 return reduce("add", T.Bind(found[at(0)]))
 
@@ -110,52 +157,63 @@ def _choose(op: SelectKeys, Order: Buffer, Ids: Buffer, row: Expr, last: Expr) -
             with T.serial(32) as i:
                 trial = opaque(least[0] ^ T.shift_left(T.int32(1), 31 - i))
                 enough = count_from(trial)
-                store(least, T.Select(enough >= op.used, trial, least[0]), 0)
+                store(least, T.Select(enough >= wanted, trial, least[0]), 0)
             smallest, equal, place = opaque(least[0]), registers(1, kind="int32"), registers(1, kind="int32")
-            store(equal, op.used - count_from(smallest + 1), 0)
+            store(equal, wanted - count_from(smallest + 1), 0)
             store(place, T.int32(0), 0)
+            with T.serial(op.used - wanted) as i:
+                store(Ids, T.int32(-1), row[0], first + wanted + i)
             with T.serial(last + 1) as key:
-                score = T.Bind(Order[row, key])
+                score = T.Bind(Order[*row, key])
                 with T.If(tirx.any(score > smallest, tirx.all(score == smallest, equal[0] > 0))), T.Then():
                     store(equal, equal[0] - T.Select(score == smallest, T.int32(1), T.int32(0)), 0)
-                    store(Ids, key, row, T.min(place[0], T.int32(op.used - 1)))
+                    store(Ids, key, row[0], first + T.min(place[0], T.int32(op.used - 1)))
                     store(place, place[0] + 1, 0)
 
 
 @registry.builds(SelectedAttention)
 def selected_attention(op: SelectedAttention, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows, pages, Qo, Ids, Kc, Y). A task has some heads of a row, which share the keys that
-    it gathers."""
+    """Kernel (state int32[4], rows, pages, Qo, Ids, Kc, [Vc], [Sinks], Y). A task has some heads of a row, which share
+    the keys that it gathers."""
     spec, isa, width, values = op.layer, arch.isa, op.layer.width, op.layer.value_width
-    heads = largest_divisor(MAX_HEADS, spec.heads)
+    heads = largest_divisor(MAX_HEADS, spec.group)
     parts = spec.heads // heads
     with kernel(name) as (builder, state):
         rows, cache = RowTable(op.m), Cache(spec, isa).declare_pages()
         Q = T.arg("Qo", T.buffer((op.m, spec.heads, width), "float32"))
-        (Ids,) = declared("int32", Ids=(op.m, op.used))
+        (Ids,) = declared("int32", Ids=(op.m, op.sets * op.used))
         cache.declare()
-        (Y,) = declared(Y=(op.m, spec.heads * spec.value_d))
+        sinks, Y = declared(Sinks=(spec.heads,) if spec.sinks else None, Y=(op.m, spec.heads * spec.value_d))
         live = live_rows(state, op.m)
         with T.parallel(live * parts) as task:
             row, first = opaque(task // parts), opaque(task % parts * heads)
             last = opaque(T.max(T.min(rows.position(row), T.int32(spec.ctx - 1)), T.int32(0)))
-            slot, count = opaque(rows.slot(row)), opaque(T.min(last + 1, T.int32(op.used)))
+            kv, slot, many = opaque(first // spec.group), opaque(rows.slot(row)), choices(op, last)
+            own = opaque(kv // (spec.kv_heads // op.sets))
+            count = keys_of(op, many, Ids[row, own * op.used + many - 1], last)
             keys, scores = T.alloc_buffer((BLOCK, width), "float32"), registers(BLOCK)
+            gathered = keys if spec.values else T.alloc_buffer((BLOCK, values), "float32")
             out, tops, totals = T.alloc_buffer((heads, values), "float32"), registers(heads), registers(heads)
             with T.serial(heads) as r:
-                store(tops, T.float32(FAR), r)
-                store(totals, T.float32(0), r)
+                store(tops, T.float32(FAR) if sinks is None else sinks[first + r] * T.float32(LOG2E), r)
+                store(totals, T.float32(0) if sinks is None else T.float32(1), r)
                 with T.serial(values // LANES) as c:
                     store(out, f32(0.0), r, at(c * LANES))
             with T.serial((count + BLOCK - 1) // BLOCK) as block:
                 near = opaque(T.min(count - block * BLOCK, T.int32(BLOCK)))
                 with T.serial(near) as key:
-                    there = opaque(T.max(T.min(Ids[row, block * BLOCK + key], last), T.int32(0)))
-                    page, place = cache.place(slot, there)
-                    with T.serial(width // LANES) as c:
-                        store(keys, isa.half(cache.V[page, 0, place, at(c * LANES)], LANES), key, at(c * LANES))
+                    number = opaque(block * BLOCK + key)
+                    there = Ids[row, own * op.used + number // op.block] * op.block + number % op.block
+                    page, place = cache.place(slot, opaque(T.max(T.min(there, last), T.int32(0))))
+                    if not spec.values:
+                        with T.serial(width) as c:  # padding is not written
+                            x = cache.K[page, kv, place // LANES, T.min(c, T.int32(spec.d - 1)), place % LANES]
+                            store(keys, T.Select(c < spec.d, T.cast(x, "float32"), T.float32(0)), key, c)
+                    with T.serial(gathered.shape[1] // LANES) as c:
+                        x = isa.half(cache.V[page, kv, place, at(c * LANES)], LANES)
+                        store(gathered, x, key, at(c * LANES))
                 with T.serial(heads) as r:
-                    _emit_head(op, isa, (Q, row, first + r), (keys, scores, near), (out, tops, totals), r)
+                    _emit_head(op, isa, (Q, row, first + r), (keys, gathered, scores, near), (out, tops, totals), r)
             with T.serial(heads) as r:
                 inverse = T.Bind(T.float32(1) / totals[r])
                 with T.serial(spec.value_d) as c:
@@ -165,7 +223,7 @@ def selected_attention(op: SelectedAttention, arch: Arch, name: str, plan: None 
 
 def _emit_head(op: SelectedAttention, isa, query, block, sums, r: Expr) -> None:
     """A block of keys for one head: its scores and what they change of its sums."""
-    (Q, row, head), (keys, scores, near), (out, tops, totals) = query, block, sums
+    (Q, row, head), (keys, gathered, scores, near), (out, tops, totals) = query, block, sums
     for i in range(0, BLOCK, LANES):
         store(scores, f32(FAR), at(i))
     top = registers(1)
@@ -191,5 +249,5 @@ def _emit_head(op: SelectedAttention, isa, query, block, sums, r: Expr) -> None:
         result = registers(LANES)
         store(result, out[r, at(c * LANES)] * splat(shrink), at(0))
         with T.serial(near) as key:
-            store(result, result[at(0)] + splat(scores[key]) * keys[key, at(c * LANES)], at(0))
+            store(result, result[at(0)] + splat(scores[key]) * gathered[key, at(c * LANES)], at(0))
         store(out, result[at(0)], r, at(c * LANES))

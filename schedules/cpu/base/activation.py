@@ -4,13 +4,14 @@
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu.base.vector import LANES, f32
 from mlc_amd.schedules.operators.attention import LOG2E
-from mlc_amd.schedules.operators.experts import limit_of
+from mlc_amd.schedules.operators.experts import CUT, LIMITED, SITU, numbers_of
 
 OAI_LIMIT, OAI_SLOPE = 7.0, 1.702  # of gpt-oss
 
@@ -63,10 +64,24 @@ def silu_limited(limit, cut):
     return activate
 
 
+def situ(gate_bound, up_bound):
+    """a tanh(gate / a) sigmoid(gate) * b tanh(up / b), without b up as it is."""
+
+    def bounded(x, bound, isa, n):
+        """bound * tanh(x / bound), of which tanh(z) = 2 sigmoid(2z) - 1."""
+        t = T.Bind(x * f32(2.0 / bound, n))
+        return T.Bind(times_sigmoid(f32(2.0 * bound, n), t, isa, n) - f32(bound, n)) if bound else x
+
+    def activate(gate, up, isa, n=LANES):
+        return times_sigmoid(bounded(gate, gate_bound, isa, n), gate, isa, n) * bounded(up, up_bound, isa, n)
+
+    return activate
+
+
 def activation(act):
-    """The one of that name, or one with a limit."""
-    limit, cut = limit_of(act)
-    return silu_limited(limit, cut) if limit else ACTIVATIONS[act]
+    """The one of that name, or one with numbers."""
+    kind, numbers = numbers_of(act)
+    return NUMBERED[kind](*numbers) if numbers else ACTIVATIONS[act]
 
 
 def gelu_alone(gate, up, isa, n=LANES):
@@ -74,6 +89,9 @@ def gelu_alone(gate, up, isa, n=LANES):
     return gelu(gate, f32(1.0, n), isa, n)
 
 
+NUMBERED: dict[str, Callable[..., Any]] = {
+    LIMITED: partial(silu_limited, cut=False), CUT: partial(silu_limited, cut=True), SITU: situ,
+}  # fmt: skip
 ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "silu": silu, "gelu": gelu, "gelu_alone": gelu_alone, "relu": relu, "relu_sq": relu_sq, "swiglu_oai": swiglu_oai,
 }  # fmt: skip

@@ -1,10 +1,12 @@
 """Activation functions of feed-forward layers: y = f(gate) * up, of float32 values in registers."""
 
+from functools import partial
+
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.device import exp2, maximum, minimum, rcp
 from mlc_amd.schedules.operators.attention import LOG2E
-from mlc_amd.schedules.operators.experts import limit_of
+from mlc_amd.schedules.operators.experts import CUT, LIMITED, SITU, numbers_of
 from mlc_amd.schedules.tir import Expr
 
 OAI_LIMIT, OAI_SLOPE = 7.0, 1.702  # of gpt-oss: transformers' GptOssExperts, llama.cpp's GGML_GLU_OP_SWIGLU_OAI
@@ -41,14 +43,31 @@ ACTIVATIONS = {
 GATED = {"swiglu_oai": _swiglu_oai, "gelu_alone": lambda gate, up: _gelu(gate)}  # those that are more than f(gate) * up
 
 
+def _limited(gate: Expr, up: Expr, limit: float, cut: bool = False) -> Expr:
+    up, silu = maximum(minimum(up, T.float32(limit)), T.float32(-limit)), ACTIVATIONS["silu"]
+    if cut:
+        return minimum(T.Bind(silu(gate)), T.float32(limit)) * up
+    return silu(minimum(gate, T.float32(limit))) * up
+
+
+def _situ(gate: Expr, up: Expr, of_gate: float, of_up: float) -> Expr:
+    """a tanh(gate / a) sigmoid(gate) * b tanh(up / b), without b up as it is."""
+
+    def bounded(x: Expr, bound: float) -> Expr:
+        """bound * tanh(x / bound), of which tanh(z) = 2 sigmoid(2z) - 1."""
+        return T.Bind(_sigmoid(x, 2 / bound) * T.float32(2 * bound) - T.float32(bound)) if bound else x
+
+    return bounded(gate, of_gate) * _sigmoid(gate) * bounded(up, of_up)
+
+
+NUMBERED = {LIMITED: _limited, CUT: partial(_limited, cut=True), SITU: _situ}
+
+
 def gated(act: str, gate: Expr, up: Expr) -> Expr:
-    """f(gate) * up, in a register, or with a limit. ValueError for a name that neither ACTIVATIONS nor GATED has."""
-    limit, cut = limit_of(act)
-    if limit:
-        up, silu = maximum(minimum(up, T.float32(limit)), T.float32(-limit)), ACTIVATIONS["silu"]
-        if cut:
-            return T.Bind(minimum(T.Bind(silu(gate)), T.float32(limit)) * up)
-        return T.Bind(silu(minimum(gate, T.float32(limit))) * up)
+    """f(gate) * up in a register, or one with numbers. ValueError for a name that neither ACTIVATIONS nor GATED has."""
+    kind, numbers = numbers_of(act)
+    if numbers:
+        return T.Bind(NUMBERED[kind](gate, up, *numbers))
     if act in GATED:
         return T.Bind(GATED[act](gate, up))
     if act not in ACTIVATIONS:

@@ -23,7 +23,7 @@ from math import gcd
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.attention_coop_tiles import SharedBlock
-from mlc_amd.schedules.gpu.attention.attention_step import LIMIT, LOWEST, START, Step, soft_cap
+from mlc_amd.schedules.gpu.attention.attention_step import LIMIT, LOWEST, START, Step, soft_cap, with_sink
 from mlc_amd.schedules.gpu.attention.cache import UNIT, Cache, Pages, Visible
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, exp2, maximum, rcp, wave_barrier, wave_max, wave_sum
 from mlc_amd.schedules.gpu.base.matrices import Fragments
@@ -63,7 +63,8 @@ class Wave:
         self.starts = [self._start(row) for row in self.fresh]
         self.row = T.Bind(number * (arch.wave // shape.lanes) + lane // shape.lanes)  # of the tile
         self.sub = T.Bind(lane % shape.lanes)
-        self.seen = seen(T.Bind(self._start(first + self.row // self.m * self.m) + self.row % self.m))
+        self.step_row = T.Bind(self._start(first + self.row // self.m * self.m) + self.row % self.m)
+        self.seen = seen(self.step_row)
         self.vectors = gcd(shape.own, WIDTH)  # scores that a lane loads at once
         dtype = f"float32x{self.vectors}" if self.vectors > 1 else "float32"
         self.scores = T.alloc_buffer((scores(tile, arch) // self.vectors,), dtype, scope=WAVE_SHARED)
@@ -188,7 +189,7 @@ class Wave:
     def finish(self, live: Callable[[Expr], Expr]) -> None:
         """Stores the outputs of the rows of the step for whose token live(token) holds, a fragment at a time through
         shared memory."""
-        total = self.row_total()
+        total = with_sink(self.step.sinks, self.step.token_and_head(self.step_row)[1], self.row_total(), self.top[0], 0)
         barrier()  # others may be about to rescale
         put(self.factors, rcp(total), self.row)
         barrier()
@@ -293,7 +294,7 @@ class Join:
         self.weights = T.alloc_buffer((-(-most // arch.wave) * arch.wave,), "float32", scope="shared")
         self.sums = T.alloc_buffer((WAVES, arch.wave * WIDTH), "float32", scope="shared")
 
-    def _weigh(self, lane: Expr, wave: Expr) -> None:
+    def _weigh(self, head: Expr, lane: Expr, wave: Expr) -> None:
         """The splits' weights, which add up to 1, in shared memory; a lane has a split or several."""
         arch, tops, totals = self.arch, [], []
         firsts = range(0, int(self.weights.shape[0]), arch.wave)
@@ -307,19 +308,19 @@ class Join:
         total = T.float32(0)
         for power, own in zip(powers, totals, strict=True):
             total = total + power * own
-        inverse = T.Bind(rcp(wave_sum(arch, T.Bind(total))))
+        inverse = T.Bind(rcp(with_sink(self.step.sinks, head, wave_sum(arch, T.Bind(total)), largest, 0)))
         with T.If(wave == 0), T.Then():
             for first, power in zip(firsts, powers, strict=True):
                 put(self.weights, power * inverse, first + lane)
         barrier()
 
     def emit(self, chunk: Expr, lane: Expr, wave: Expr, place: Callable[[], tuple[Expr, Expr]]) -> None:
-        """Stores the row's columns number `chunk`, WIDTH of each lane. place(): its token and head, for the first
-        wave."""
+        """Stores the row's columns number `chunk`, WIDTH of each lane. place(): its token and head."""
         count = self.arch.wave * WIDTH
         column = T.Bind(chunk * count + lane * WIDTH)
         inside = None if self.d % count == 0 else column < self.d
-        self._weigh(lane, wave)
+        token, head = place()
+        self._weigh(head, lane, wave)
         y, safe = local(WIDTH), column if inside is None else T.Bind(T.min(column, T.int32(self.d - WIDTH)))
         put(y, T.broadcast(T.float32(0), WIDTH), at(0, WIDTH))
         with T.serial((self.active + (WAVES * BATCH - 1)) // (WAVES * BATCH)) as batch:
@@ -332,7 +333,6 @@ class Join:
         put(self.sums, y[at(0, WIDTH)], wave, at(lane * WIDTH, WIDTH))
         barrier()
         with T.If(wave == 0), T.Then():
-            token, head = place()
             for n in range(1, WAVES):
                 put(y, y[at(0, WIDTH)] + self.sums[n, at(lane * WIDTH, WIDTH)], at(0, WIDTH))
             values = [T.Bind(y[i]) for i in range(WIDTH)]

@@ -8,6 +8,7 @@ from mlc_amd.runtime.text.reasoning import DEFAULT, FORMATS, ReasoningFormat, de
 from mlc_amd.runtime.text.traced_text import Traced
 
 HARMONY = FORMATS[0]
+KIMI_K3 = detect(("<|open|>", "<|sep|>", "<|close|>").__contains__)
 # (format, end of the prompt, answer, its parts as (kind, recipient, text))
 CASES = [
     (DEFAULT, "", "Hello.", [("final", "", "Hello.")]),
@@ -38,6 +39,20 @@ CASES = [
         "[THINK]Hm.[/THINK]Yes [1].",
         [("thinking", "", "Hm."), ("final", "", "Yes [1].")],
     ),
+    (
+        detect(("<mm:think>", "</mm:think>").__contains__),
+        "]~b]ai\n",
+        "</mm:think>Yes.",
+        [("final", "", "Yes.")],
+    ),
+    (
+        KIMI_K3,
+        "<|open|>think<|sep|>",
+        "Hm <|open|>.<|close|>think<|sep|><|open|>response<|sep|>Yes.<|close|>response<|sep|><|open|>tools<|sep|>x"
+        "<|close|>tools<|sep|><|close|>message<|sep|>",
+        [("thinking", "", "Hm <|open|>."), ("final", "", "Yes.<|open|>tools<|sep|>x<|close|>tools<|sep|>")],
+    ),
+    (KIMI_K3, "", "<|open|>response<|sep|>The <|close|>tag", [("final", "", "The <|close|>tag")]),
     (
         HARMONY,
         "<|start|>assistant",
