@@ -73,6 +73,9 @@ def shown(message: str, quoting: bool = True) -> str:
     return one_line(message.replace("<non-verbose/>", ""), QUOTED)
 
 
+SPECIAL = b"\xff"  # in llguidance's bytes, before a token that is no text
+
+
 class AnswerConstraint:
     """A `RewindableConstraint`: one answer's state under a grammar of llguidance. new: makes matchers; vocab: the size
     of the logits; encode: tokens of bytes within a text. Masks of several answers are computed sequentially:
@@ -105,11 +108,18 @@ class AnswerConstraint:
         if self._matcher.is_stopped():
             del found[-1:]  # it ends the answer
         elif len(found) < most:
-            # The last token of what must follow is perhaps the beginning of a longer one.
-            forced = self._encode(self._matcher.compute_ff_bytes())[:-1][: most - len(found)]
-            found += forced[: self._matcher.validate_tokens(forced)]
+            found += self._forced(found, most - len(found))
         self._rollback(consumed)
         return found
+
+    def _forced(self, guesses: Sequence[int], most: int) -> list[int]:
+        """Tokens of the text that must follow guesses that the matcher has consumed."""
+        text, special, _ = self._matcher.compute_ff_bytes().partition(SPECIAL)
+        if special:  # the matcher would make no more masks
+            self._renew(guesses)
+        # the last token is perhaps the beginning of a longer one
+        forced = self._encode(text)[:-1][:most]
+        return forced[: self._matcher.validate_tokens(forced)]
 
     def rewind(self, count: int) -> None:
         del self._accepted[len(self._accepted) - count :]
@@ -121,8 +131,11 @@ class AnswerConstraint:
         if count and not self._matcher.is_error():
             self._matcher.rollback(count)
         if self._matcher.is_error():
-            self._matcher = self._new()
-            self._matcher.consume_tokens(self._accepted)
+            self._renew()
+
+    def _renew(self, guesses: Sequence[int] = ()) -> None:
+        self._matcher = self._new()
+        self._matcher.consume_tokens([*self._accepted, *guesses])
 
     @property
     def complete(self) -> bool:

@@ -3,8 +3,8 @@ those without. An image of one row whose features are a token's embedding is tha
 
 from collections.abc import Callable
 
-import architectures
 import drafts
+import further_architectures
 import numpy as np
 import pytest
 import vision_models
@@ -26,8 +26,8 @@ from tests.models.test_image_rows import IDS, Encoder
 from tests.runtime.engine.test_speculation import guess_always
 
 MODELS: dict[str, Callable] = {
-    "qwen35": lambda folder: architectures.predicting("qwen35"),
-    "glm4moe": lambda folder: architectures.predicting("glm4moe"),
+    "qwen35": lambda folder: further_architectures.predicting("qwen35"),
+    "glm4moe": lambda folder: further_architectures.predicting("glm4moe"),
     "eagle3": lambda folder: with_draft(drafts.target("eagle3"), "eagle3", folder),
     "dflash": lambda folder: with_draft(drafts.target("dflash"), "dflash", folder),
 }

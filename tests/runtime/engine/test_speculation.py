@@ -21,6 +21,13 @@ PROMPTS = ["def join(a, *p):\n    path = a\n    for b in p:\n        path", "1, 
 class Eager(Speculation):
     """Verifies all guesses that it gets, whatever that costs."""
 
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.resting = 0
+
+    def nothing(self):
+        """Steps wait for guesses."""
+
     def _counts(self, most):
         left, found = self._rows - len(most), {}
         for request, count in most.items():
