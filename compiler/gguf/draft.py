@@ -13,7 +13,7 @@ from mlc_amd.compiler.gguf.header import FETCH_AGAIN, TensorEntry
 from mlc_amd.compiler.gguf.reader import check_expected, open_file, read_metadata
 from mlc_amd.compiler.gguf.tensor import Tensor
 from mlc_amd.compiler.models.config import ModelConfig
-from mlc_amd.compiler.models.drafts import DRAFTS, PLACES, PREFIX, TOKENS, joined, read_draft, tensors
+from mlc_amd.compiler.models.drafts.files import DRAFTS, PLACES, PREFIX, TOKENS, joined, read_draft, tensors
 from mlc_amd.runtime.errors import UserError
 
 _INTEGERS = {int(gguf.GGMLQuantizationType.I32): np.int32, int(gguf.GGMLQuantizationType.I64): np.int64}

@@ -10,8 +10,8 @@ import tvm
 from tvm import relax
 
 from mlc_amd.compiler.functions import FunctionSpec
-from mlc_amd.compiler.models import draft_graphs
-from mlc_amd.compiler.models.encoder import encoder
+from mlc_amd.compiler.models.drafts import graphs as draft_graphs
+from mlc_amd.compiler.models.encoders.graph import encoder
 from mlc_amd.compiler.models.graph import Graph
 from mlc_amd.compiler.models.registry import architectures
 from mlc_amd.compiler.models.transformer import predictor

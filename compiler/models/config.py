@@ -7,8 +7,8 @@ caches and RoPE tables follow from it. JSON-serializable with `dataclasses.asdic
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from mlc_amd.compiler.models.draft_config import DraftConfig, PredictorConfig
-from mlc_amd.compiler.models.encoder_config import EncoderConfig
+from mlc_amd.compiler.models.drafts.config import DraftConfig, PredictorConfig
+from mlc_amd.compiler.models.encoders.config import EncoderConfig
 from mlc_amd.compiler.models.recurrent_config import Recurrent
 from mlc_amd.compiler.models.residuals.config import Streams
 

@@ -21,8 +21,8 @@ from mlc_amd.compiler.models.config import (
     RopeConfig,
     SharedExpertConfig,
 )
-from mlc_amd.compiler.models.draft_config import PredictorConfig
-from mlc_amd.compiler.models.encoder_metadata import check_encoder, read_encoder, unread
+from mlc_amd.compiler.models.drafts.config import PredictorConfig
+from mlc_amd.compiler.models.encoders.metadata import check_encoder, read_encoder, unread
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.runtime.errors import shorten
 

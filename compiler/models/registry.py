@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from mlc_amd.compiler.models import tensors as common
 from mlc_amd.compiler.models import transformer
 from mlc_amd.compiler.models.config import LayerConfig, ModelConfig
-from mlc_amd.compiler.models.drafts import DRAFTS
-from mlc_amd.compiler.models.encoder_metadata import HEADS
+from mlc_amd.compiler.models.drafts.files import DRAFTS
+from mlc_amd.compiler.models.encoders.metadata import HEADS
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.tensors import INPUT_SCALE, SCALE, Shape
 from mlc_amd.runtime.errors import shorten

@@ -19,8 +19,8 @@ from mlc_amd.compiler.models.config import (
     ModelConfig,
     Norms,
 )
-from mlc_amd.compiler.models.draft_config import PredictorConfig
-from mlc_amd.compiler.models.encoder_config import EncoderConfig
+from mlc_amd.compiler.models.drafts.config import PredictorConfig
+from mlc_amd.compiler.models.encoders.config import EncoderConfig
 from mlc_amd.compiler.models.recurrent_config import NGRAM_NORMS, NGRAMS, DeltaNetConfig
 from mlc_amd.compiler.models.recurrent_tensors import BLOCK, Listed, Part, Shape
 from mlc_amd.compiler.models.residuals.config import ATTENTION, FEED_FORWARD, GatedConfig, Streams

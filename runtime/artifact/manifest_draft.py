@@ -10,7 +10,7 @@ _Size = Annotated[int, Meta(ge=1, le=1 << 40)]
 
 
 class ManifestDraft(TypedDict):
-    """compiler/models/draft_config.py."""
+    """compiler/models/drafts/config.py."""
 
     architecture: str
     file: str

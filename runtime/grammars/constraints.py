@@ -118,7 +118,7 @@ class AnswerConstraint:
         if special:  # the matcher would make no more masks
             self._renew(guesses)
         # the last token is perhaps the beginning of a longer one
-        forced = self._encode(text)[:-1][:most]
+        forced = list(self._encode(text)[:-1][:most])
         return forced[: self._matcher.validate_tokens(forced)]
 
     def rewind(self, count: int) -> None:

@@ -1,5 +1,5 @@
 """Guesses by what was trained for the model and compiled with it: a layer of its own (multi-token prediction; the
-formula is in compiler/models/transformer.py), or a draft that reads its rows (compiler/models/draft_graphs.py).
+formula is in compiler/models/transformer.py), or a draft that reads its rows (compiler/models/drafts/graphs.py).
 
 The layer has keys of its own in the pages of the model's, computed from the decoder's rows at a position and, unless
 it guesses blocks, the token that follows. So it is computed after steps, for the same rows (`follow`), which guesses

@@ -9,7 +9,7 @@ import numpy as np
 
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.models.config import ModelConfig
-from mlc_amd.compiler.models.drafts import TOKENS, read_draft, tensors
+from mlc_amd.compiler.models.drafts.files import TOKENS, read_draft, tensors
 
 SIZES = {"feed_forward_length": 192, "attention.head_count": 4, "attention.head_count_kv": 2, "context_length": 2048}
 GEMMA4: dict[str, object] = {

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from mlc_amd.compiler.models.config import AttentionConfig, Block, LayerConfig, ModelConfig, Norms
-from mlc_amd.compiler.models.encoder_metadata import read_encoder
+from mlc_amd.compiler.models.encoders.metadata import read_encoder
 from mlc_amd.compiler.models.metadata import (
     LOCAL_ROPE,
     NORMS_AROUND,

@@ -18,7 +18,7 @@ from mlc_amd.compiler.models.config import (
     SharedExpertConfig,
     TemperatureConfig,
 )
-from mlc_amd.compiler.models.encoder_metadata import read_encoder
+from mlc_amd.compiler.models.encoders.metadata import read_encoder
 from mlc_amd.compiler.models.metadata import (
     NORMS_AROUND,
     NORMS_BEFORE,

@@ -30,8 +30,8 @@ from tvm import relax, te, tirx
 
 from mlc_amd.compiler.models import transformer
 from mlc_amd.compiler.models.config import LayerConfig, Norms
-from mlc_amd.compiler.models.draft_config import DraftConfig
-from mlc_amd.compiler.models.drafts import PLACES, PREFIX
+from mlc_amd.compiler.models.drafts.config import DraftConfig
+from mlc_amd.compiler.models.drafts.files import PLACES, PREFIX
 from mlc_amd.compiler.models.residuals.config import FEED_FORWARD
 from mlc_amd.compiler.ops import shape_of
 from mlc_amd.runtime.artifact.io_names import DRAFTED

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlc_amd.compiler.models.config import LayerConfig, ModelConfig, Norms, RopeConfig
-from mlc_amd.compiler.models.draft_config import DraftConfig, PredictorConfig
+from mlc_amd.compiler.models.drafts.config import DraftConfig, PredictorConfig
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import (
     LOCAL_ROPE,

@@ -12,7 +12,7 @@ import gguf
 from mlc_amd.compiler.tokenizer import export
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 
-SENTENCEPIECE = json.loads((Path(__file__).parents[1] / "fixtures/text/sentencepiece.json").read_text(encoding="utf-8"))
+SENTENCEPIECE = json.loads((Path(__file__).parents[2] / "fixtures/text/sentencepiece.json").read_text(encoding="utf-8"))
 
 TEXTS = (
     "",

@@ -7,7 +7,7 @@ defaults are llama.cpp's (src/llama-model.cpp, build_pooling and build_dense_out
 from collections.abc import Sequence
 
 from mlc_amd.compiler.models.config import LayerConfig
-from mlc_amd.compiler.models.encoder_config import EncoderConfig, HeadLayer
+from mlc_amd.compiler.models.encoders.config import EncoderConfig, HeadLayer
 from mlc_amd.compiler.models.keys import Keys
 
 POOLINGS = {0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}  # of pooling_type

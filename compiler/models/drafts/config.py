@@ -16,7 +16,7 @@ class PredictorConfig:
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """A draft that reads rows of the model it guesses for; draft_graphs.py has the formulas. Its layers follow the
+    """A draft that reads rows of the model it guesses for; graphs.py has the formulas. Its layers follow the
     model's, with tensors of their numbers; its other tensors have the prefix PREFIX of drafts.py.
 
     A draft with a `block` guesses as many tokens at once, but for the first, which is known: rows of the token `mask`
