@@ -21,8 +21,7 @@ import numpy as np
 
 from tests.dev.hip_types import OK, WAITING, Handle, Launch, hipError_t, hipMemcpyKind, hipStreamCaptureMode
 
-ELF = b"\x7fELF"
-GIB = 1 << 30
+ELF, GIB = b"\x7fELF", 1 << 30
 # What `clock` says that work takes, so that what a device reports can be computed.
 LAUNCH_MS, EVENT_MS, BYTES_PER_MS = 0.010, 0.001, 1e9
 
@@ -37,8 +36,7 @@ class Recorder:
 
     hipError_t, hipMemcpyKind, hipStreamCaptureMode = hipError_t, hipMemcpyKind, hipStreamCaptureMode
     hipStreamNonBlocking, hipEventDisableTiming, hipHostMallocMapped, hipHostMallocNonCoherent = 1, 2, 2, -(1 << 31)
-    hipHostRegisterPortable = 1
-    hipDeviceMallocFinegrained = 1
+    hipHostRegisterPortable = hipDeviceMallocFinegrained = 1
 
     def __init__(
         self, kernels: dict[str, tuple[int, Callable]], gpus=({},), memory: int = GIB, fail=None, before_replay=None
@@ -267,7 +265,6 @@ class Recorder:
         return self._enqueue(stream, lambda: WAITING if event.come < asked else None)
 
     def hipEventQuery(self, event):
-        """As hipStreamQuery."""
         return OK if event.come == event.asked else self._not_ready(event.stream)
 
     def _not_ready(self, stream):
