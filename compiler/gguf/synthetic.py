@@ -63,7 +63,7 @@ def synthetic(
     A matrix whose rows are not whole blocks of the format has FALLBACKS' instead, as llama-quantize does it. In a
     mixture of experts mxfp4 is the format of these; all other matrices are then q8_0, as in the published files.
 
-    keys: metadata instead of the preset's or besides it, without the architecture in front; "general.architecture"
+    keys: metadata instead of the preset's or besides it, the architecture in front or not; "general.architecture"
     makes a model of another architecture with the preset's sizes, "tokenizer.ggml.tokens" and what belongs to them give
     it another tokenizer. tensors: names of optional ones besides those of the preset's architecture, * for a layer's
     number. pooling: of `read_config`.
@@ -111,7 +111,7 @@ def _metadata(name: str, preset: Preset, keys: Mapping[str, object]) -> dict[str
     arch = str(keys.get("general.architecture", preset.architecture))
     own = {"general.architecture": arch, "general.name": f"Synthetic {name}", "general.type": "model"}
     named = {
-        key if key.startswith(("general.", "tokenizer.")) else f"{arch}.{key}": value
+        key if key.startswith(("general.", "tokenizer.")) else f"{arch}.{key.removeprefix(f'{arch}.')}": value
         for key, value in (dict(preset.keys) | dict(keys)).items()
     }
     if isinstance(tokens := named.get(_TOKENS), list):

@@ -4,6 +4,7 @@ import pytest
 
 from mlc_amd.compiler.gguf.overrides import overrides
 from mlc_amd.compiler.gguf.reader import GGUFModel
+from mlc_amd.compiler.gguf.synthetic import synthetic
 from mlc_amd.runtime.errors import UsageError, UserError
 
 
@@ -13,6 +14,11 @@ def test_values_take_the_place_of_the_files(demo_gguf):
     assert given["x.y"] is True
     with GGUFModel.open(demo_gguf, overrides=given) as model:
         assert model.config.ropes["rope"].base == 5e5 and model.config.context == 64 and model.config.name == "a=b:c"
+
+
+def test_values_of_a_synthetic_model():
+    model = synthetic("tiny:q4_0", keys=overrides(["llama.block_count=int:1"]))
+    assert len(model.config.layers) == 1
 
 
 @pytest.mark.parametrize("text", ["", "a", "a=1", "a=int:x", "a=bool:1", "a=long:1", "=int:1"])
