@@ -103,9 +103,9 @@ def _beside(segment: ManifestFunction, arena: int) -> ManifestFunction:
         for launch in segment["launches"]
     ]
     spans = {
-        key: [[a + arena, b + arena] for a, b in segment.get(key, ())]
+        key: [[first + arena, end + arena] for first, end in of]
         for key in ("sends", "receives")
-        if key in segment
+        if (of := segment.get(key)) is not None
     }
     own = {"own": [place + arena for place in segment["own"][:2]] + segment["own"][2:]} if "own" in segment else {}
     return cast(ManifestFunction, {**segment, "launches": launches, **spans, **own})

@@ -58,16 +58,26 @@ _DEEPSEEK = NamedCalls(
     each_closing="<｜tool▁call▁end｜>",
     after="<｜tool▁sep｜>",
 )
-# The texts of a value's type in DSML
-_DSML = TaggedCalls(
-    opening="<｜DSML｜tool_calls>",
-    closing="</｜DSML｜tool_calls>",
-    name=('<｜DSML｜invoke name="', '">'),
+
+
+def _invoked(block: str, space: str = "") -> TaggedCalls:
+    """Several calls in a tag: `invoke` and `parameter` of that namespace."""
+    return TaggedCalls(
+        opening=f"<{block}>",
+        closing=f"</{block}>",
+        name=(f'<{space}invoke name="', '">'),
+        key=(f'<{space}parameter name="', '">'),
+        value_closing=f"</{space}parameter>",
+        end=f"</{space}invoke>",
+        several=True,
+    )
+
+
+# whether a value is a string stands in the parameter's tag
+_DSML = replace(
+    _invoked("｜DSML｜tool_calls", "｜DSML｜"),
     key=('<｜DSML｜parameter name="', '" string="'),
     kinds=('true">', 'false">'),
-    value_closing="</｜DSML｜parameter>",
-    end="</｜DSML｜invoke>",
-    several=True,
 )
 _LLAMA = JsonCalls(opening="<|python_tag|>", arguments_key="parameters", bare=True, separator=";")
 # A model has the first format whose texts are all found. Sources: the chat templates of the models.
@@ -159,18 +169,7 @@ FORMATS: tuple[KnownFormat, ...] = (
         template=("<arg_key>", "<arg_value>"),
     ),
     # MiniMax M2
-    KnownFormat(
-        TaggedCalls(
-            opening="<minimax:tool_call>",
-            closing="</minimax:tool_call>",
-            name=('<invoke name="', '">'),
-            key=('<parameter name="', '">'),
-            value_closing="</parameter>",
-            end="</invoke>",
-            several=True,
-        ),
-        template=("<minimax:tool_call>",),
-    ),
+    KnownFormat(_invoked("minimax:tool_call"), template=("<minimax:tool_call>",)),
     # MiniMax M3
     KnownFormat(
         TaggedCalls(
@@ -186,18 +185,7 @@ FORMATS: tuple[KnownFormat, ...] = (
         template=("]<]minimax[>[", "<tool_call>"),
     ),
     # Muse Glimmer
-    KnownFormat(
-        TaggedCalls(
-            opening="<atem:function_calls>",
-            closing="</atem:function_calls>",
-            name=('<atem:invoke name="', '">'),
-            key=('<atem:parameter name="', '">'),
-            value_closing="</atem:parameter>",
-            end="</atem:invoke>",
-            several=True,
-        ),
-        template=("<atem:function_calls>",),
-    ),
+    KnownFormat(_invoked("atem:function_calls", "atem:"), template=("<atem:function_calls>",)),
     # Seed-OSS
     KnownFormat(
         replace(_FUNCTIONS, opening="<seed:tool_call>", closing="</seed:tool_call>"), template=("<seed:tool_call>",)

@@ -30,6 +30,16 @@ def size(function: Mapping, key: str) -> int:
     return sum(end - first for first, end in function.get(key, ()))
 
 
+def is_large(function: Mapping, key: str) -> bool:
+    """Whether these bytes have a queue of their own, where there is one."""
+    return size(function, key) >= APART
+
+
+def takes_turns(functions: Mapping[str, Mapping]) -> bool:
+    """Whether runs may compute while others' bytes cross: those of GPUs that compute parts of the same rows."""
+    return any("own" in function for function in functions.values())
+
+
 def spans(function: Mapping, key: str) -> Iterator[tuple[int, int, int]]:
     """(first, end, place in the memory) of the bytes of the arena that a function "sends" or "receives"."""
     at = 0

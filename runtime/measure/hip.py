@@ -32,8 +32,7 @@ class HipBackend:
         self.name, self.code_arch = f"{self.gpu.name} ({self.gpu.arch})", candidate.facts["arch"]
         self.facts = {"device": self.name, "driver": f"HIP {version}"}
         self.hip("hipSetDevice", self.gpu.index)
-        stream = self.hip("hipStreamCreateWithFlags", self.hip.names.hipStreamNonBlocking)
-        self.stream = self.hip.own(self._held, "hipStreamDestroy", stream)
+        self.stream = self.hip.stream(self._held)
         self._events = events(self.hip, self._held, 2)
         free, _ = self.hip("hipMemGetInfo")
         self.cache = min(CACHE, free // SHARE)

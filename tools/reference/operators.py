@@ -293,8 +293,8 @@ def _selected_attention(c: Case) -> dict[str, Result]:
             most = c.op.used - (c.op.tail and (position + 1) % c.op.block == 0)
             blocks = chosen[group // (layer.kv_heads // c.op.sets)][: min(position // c.op.block + 1, most)]
             ids = (blocks[:, None] * c.op.block + np.arange(c.op.block)).reshape(-1)
-            behind = max((blocks[-1] + 1) * c.op.block - 1 - position, 0) if c.op.block > 1 else 0
-            ids = ids[: len(ids) - behind].clip(0, position)
+            unseen = max((blocks[-1] + 1) * c.op.block - 1 - position, 0) if c.op.block > 1 else 0
+            ids = ids[: len(ids) - unseen].clip(0, position)
             scores = k[group, ids, : layer.d] @ c.arrays["Qo"][row, head, : layer.d].astype(np.float64)
             top = scores.max()
             weights = np.exp2(scores - top)

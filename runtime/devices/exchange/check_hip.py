@@ -22,9 +22,7 @@ class CheckedHipGpu:
     ):
         self.name, self._hip, self._gpu, self._values = f"GPU {gpu}", hip, gpu, kernel.values
         hip("hipSetDevice", gpu)
-        self._stream = hip.own(
-            held, "hipStreamDestroy", hip("hipStreamCreateWithFlags", hip.names.hipStreamNonBlocking)
-        )
+        self._stream = hip.stream(held)
         frames = int(hip.own(held, "hipFree", hip("hipMalloc", parts.nbytes)))
         self._sums = int(hip.own(held, "hipFree", hip("hipMalloc", 8 * kernel.values)))
         hip("hipMemcpy", frames, parts.ctypes.data, parts.nbytes, hip.names.hipMemcpyKind.hipMemcpyHostToDevice)

@@ -57,6 +57,14 @@ class Hip:
             return False
         return True
 
+    def stream(self, held: ExitStack):
+        """A stream that is destroyed when `held` closes."""
+        return self.own(held, "hipStreamDestroy", self("hipStreamCreateWithFlags", self.names.hipStreamNonBlocking))
+
+    def event(self, held: ExitStack):
+        """An event without a time, likewise."""
+        return self.own(held, "hipEventDestroy", self("hipEventCreateWithFlags", self.names.hipEventDisableTiming))
+
     def own(self, held: ExitStack, release: str, handle):
         """`handle`, to be released with the HIP function `release` when `held` closes."""
         held.callback(getattr(self.names, release), handle)

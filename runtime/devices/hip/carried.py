@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from mlc_amd.runtime.devices.handover import APART, Handover, size, spans
+from mlc_amd.runtime.devices.handover import Handover, is_large, size, spans, takes_turns
 from mlc_amd.runtime.devices.hip.api import Hip, HipError
 from mlc_amd.runtime.devices.hip.memory import HipMemory
 
@@ -23,19 +23,14 @@ class HipCarried:
         self._arena = memory.blocks["arena"][0]
         self._memory: dict[str, Handover] = {}
         self._beside: dict[str, tuple[Any, Any]] = {}  # (stream, event) by direction
-        if any("own" in function for function in functions.values()):
-            self._beside = {"receives": self._new_stream(), "sends": self._new_stream()}
+        if takes_turns(functions):
+            self._beside = {key: (hip.stream(held), hip.event(held)) for key in ("receives", "sends")}
+            for other, _ in self._beside.values():
+                held.callback(hip.names.hipStreamSynchronize, other)
         self.parts: tuple[int, int] = (0, 0)
         for key in ("receives", "sends"):
             if most := max((size(function, key) for function in functions.values()), default=0):
                 self._use(key, Handover(most))
-
-    def _new_stream(self) -> tuple[Any, Any]:
-        hip, held = self._hip, self._held
-        stream = hip.own(held, "hipStreamDestroy", hip("hipStreamCreateWithFlags", hip.names.hipStreamNonBlocking))
-        held.callback(hip.names.hipStreamSynchronize, stream)
-        flag = hip.names.hipEventDisableTiming
-        return stream, hip.own(held, "hipEventDestroy", hip("hipEventCreateWithFlags", flag))
 
     def _use(self, key: str, one: Handover) -> None:
         self._memory[key] = one
@@ -71,7 +66,7 @@ class HipCarried:
         return stream
 
     def _stream_of(self, name: str, key: str) -> tuple[Any, Any]:
-        large = self._beside and size(self._functions[name], key) >= APART
+        large = self._beside and is_large(self._functions[name], key)
         return self._beside[key] if large else (self._stream, None)
 
     def _wait_for(self, event, earlier, later) -> None:

@@ -69,8 +69,7 @@ class HipDevice(QueuedDevice):
         self.gpu, self.code_arch = choose(self.hip, self.manifest["libraries"], index)
         self.name = f"{self.gpu.name} ({self.gpu.arch}{self._override()})"
         self.hip("hipSetDevice", self.gpu.index)
-        stream = self.hip("hipStreamCreateWithFlags", self.hip.names.hipStreamNonBlocking)
-        self.stream = self.hip.own(self._held, "hipStreamDestroy", stream)
+        self.stream = self.hip.stream(self._held)
         self._load_kernels()
         scratch = {name: kernel["scratch"] for name, kernel in self._kernels.items()}
         experts = 0 if self.gpu.integrated else n_cpu_moe

@@ -26,8 +26,7 @@ class _Slot:
         self.memory, self.inputs = memory, host_block(hip, held, memory.written_bytes)
         self._address = host_block(hip, held, memory.result_bytes)
         self.results = memory.results(self._address)
-        flag = hip.names.hipEventDisableTiming
-        self.event = hip.own(held, "hipEventDestroy", hip("hipEventCreateWithFlags", flag))
+        self.event = hip.event(held)
 
     def fetch_results(self) -> None:
         self.memory.fetch_results(self._address)

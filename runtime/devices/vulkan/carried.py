@@ -6,7 +6,7 @@ Where a GPU has queues for copies, they copy what is large, so that another run 
 import ctypes
 from collections.abc import Mapping, Sequence
 
-from mlc_amd.runtime.devices.handover import APART, Handover, size, spans
+from mlc_amd.runtime.devices.handover import Handover, is_large, spans
 from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder
 from mlc_amd.runtime.devices.vulkan.context import Context, Queue, together
 from mlc_amd.runtime.devices.vulkan.memory import MemoryBlock, VulkanMemory
@@ -44,7 +44,7 @@ class Carried:
         found: list[tuple[int, ctypes.Array]] = []
         main, waits, signals = {"receives": [], "sends": []}, [], []
         for i, (key, part) in enumerate(zip(main, self.parts, strict=True)):
-            if not context.copies or size(function, key) < APART:
+            if not (context.copies and is_large(function, key)):
                 main[key] = self._copied(name, key, part)
                 continue
             if key == "receives":

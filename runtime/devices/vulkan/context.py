@@ -124,10 +124,8 @@ class Context:
     def submission(self, commands: int, waits: Sequence[int] = (), signals: Sequence[int] = ()) -> ctypes.Structure:
         """The argument of vkQueueSubmit for one command buffer; may be used any number of times. waits, signals:
         semaphores before and after it."""
-        handles, before, after = (
-            (ctypes.c_void_p * 1)(commands),
-            *((ctypes.c_uint64 * len(s))(*s) for s in (waits, signals)),
-        )
+        handles = (ctypes.c_void_p * 1)(commands)
+        before, after = ((ctypes.c_uint64 * len(ones))(*ones) for ones in (waits, signals))
         stages = (ctypes.c_uint32 * len(waits))(*[api.ALL_COMMANDS] * len(waits))
         info = api.SubmitInfo(
             waitCount=len(waits),

@@ -19,7 +19,7 @@ from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.cache.cache_types import kv_bytes, kv_types, page_parts
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices.choice import selection
-from mlc_amd.runtime.devices.handover import Handover
+from mlc_amd.runtime.devices.handover import Handover, takes_turns
 from mlc_amd.runtime.devices.pieces import Pacer
 from mlc_amd.runtime.devices.placement import Range, chunks, cut, parts, read_in_place
 from mlc_amd.runtime.devices.run_queue import QueuedDevice, RunQueue
@@ -114,8 +114,7 @@ class VulkanDevice(QueuedDevice):
             log.warning(
                 "no GPU that can run this model: %s runs on the CPU, slowly; see `mlc-amd doctor`", self.gpu.name
             )
-        cut = any("own" in function for function in self.manifest["functions"].values())
-        self.context = Context(instance, self.gpu, self._held, copies=cut)
+        self.context = Context(instance, self.gpu, self._held, copies=takes_turns(self.manifest["functions"]))
         self.memory = VulkanMemory(self.context)
         self._kernels = self.manifest["launches"][self.code_arch]
         self._build(needs[self.code_arch])

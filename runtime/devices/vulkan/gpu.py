@@ -216,8 +216,8 @@ class Instance(Closing):
                 for heap, left in zip(memory.memoryHeaps, free, strict=False)
             ),
             memory=tuple((kind.propertyFlags, kind.heapIndex) for kind in memory.memoryTypes[: memory.memoryTypeCount]),
-            queue=(queue := self._queue(handle)),
-            copy_queues=self._copy_queues(handle, queue[0]) if queue else (),
+            queue=(queue := _queue(families := self._families(handle))),
+            copy_queues=_copy_queues(families, queue[0]) if queue else (),
             cache_uuid=bytes(properties.pipelineCacheUUID),
         )
 
@@ -242,20 +242,22 @@ class Instance(Closing):
         enumerate_families = self.calls.vkGetPhysicalDeviceQueueFamilyProperties
         return list(enumerate(api.listed(enumerate_families, api.QueueFamily, handle)))
 
-    def _queue(self, handle: int) -> tuple[int, int] | None:
-        """The family that computes, preferably without graphics: long kernels would block the desktop."""
-        usable = [(i, family) for i, family in self._families(handle) if family.queueFlags & api.QUEUE_COMPUTE]
-        usable.sort(key=lambda item: (item[1].timestampValidBits == 0, item[1].queueFlags & api.QUEUE_GRAPHICS))
-        return (usable[0][0], usable[0][1].timestampValidBits) if usable else None
 
-    def _copy_queues(self, handle: int, computes: int) -> tuple[tuple[int, int], ...]:
-        """Two queues of a family that only copies, by engines of its own; else of the one that computes."""
-        engines = api.QUEUE_COMPUTE | api.QUEUE_GRAPHICS
-        for i, family in self._families(handle):
-            if family.queueFlags & (engines | api.QUEUE_TRANSFER) == api.QUEUE_TRANSFER and family.queueCount > 1:
-                return (i, 0), (i, 1)
-        enough = dict(self._families(handle))[computes].queueCount > 2
-        return ((computes, 1), (computes, 2)) if enough else ()
+def _queue(families: list[tuple[int, Any]]) -> tuple[int, int] | None:
+    """The family that computes, preferably without graphics: long kernels would block the desktop."""
+    usable = [(i, family) for i, family in families if family.queueFlags & api.QUEUE_COMPUTE]
+    usable.sort(key=lambda item: (item[1].timestampValidBits == 0, item[1].queueFlags & api.QUEUE_GRAPHICS))
+    return (usable[0][0], usable[0][1].timestampValidBits) if usable else None
+
+
+def _copy_queues(families: list[tuple[int, Any]], computes: int) -> tuple[tuple[int, int], ...]:
+    """Two queues of a family that only copies, by engines of its own; else of the one that computes."""
+    engines = api.QUEUE_COMPUTE | api.QUEUE_GRAPHICS
+    for i, family in families:
+        if family.queueFlags & (engines | api.QUEUE_TRANSFER) == api.QUEUE_TRANSFER and family.queueCount > 1:
+            return (i, 0), (i, 1)
+    enough = dict(families)[computes].queueCount > 2
+    return ((computes, 1), (computes, 2)) if enough else ()
 
 
 def offered(table: dict, version: int, extensions: Collection[str]) -> list[type]:

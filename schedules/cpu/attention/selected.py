@@ -107,7 +107,7 @@ def _score_keys(op: SelectKeys, arch: Arch, buffers, pages, last: Expr, place: t
 def _score_block(op: SelectKeys, arch: Arch, buffers, pages, last: Expr, place: tuple[Expr, Expr, Expr]) -> None:
     """The score of a block of several positions. place: (row, set, number of the block)."""
     (Q, Ik, Order), (table, slot), (row, own, number) = buffers, pages, place
-    behind = opaque(T.min((number + 1) * op.block - 1, last))
+    newest = opaque(T.min((number + 1) * op.block - 1, last))
 
     def product(head: Expr, position: Expr) -> Expr:
         page, total = opaque(table[slot, position // BLOCK]), registers(LANES)
@@ -122,13 +122,13 @@ def _score_block(op: SelectKeys, arch: Arch, buffers, pages, last: Expr, place: 
         score = registers(1)
         if op.by_head:
             store(score, T.float32(FAR), 0)
-            with T.serial(behind - number * op.block + 1) as i:
+            with T.serial(newest - number * op.block + 1) as i:
                 store(score, T.max(score[0], product(own, opaque(number * op.block + i))), 0)
             forced = number > last // op.block - op.local
         else:
             store(score, T.float32(0), 0)
             with T.serial(op.heads) as head:
-                store(score, score[0] + T.max(product(head, behind), T.float32(0)), 0)
+                store(score, score[0] + T.max(product(head, newest), T.float32(0)), 0)
             forced = (number + 1) * op.block - 1 > last
         bits = T.Bind(T.reinterpret("int32", score[0]))
         order = T.Select(bits < 0, bits ^ T.int32(0x7FFFFFFF), bits)

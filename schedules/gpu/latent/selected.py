@@ -103,7 +103,7 @@ def _score_blocks(op: SelectKeys, arch: Device, state: Buffer, places, buffers) 
     with launch((-(-op.blocks // of_group), op.sets, m), (arch.wave,)) as (group, own, row, lane):
         last, slot = clamped_position(rows, row, op.ctx), row_slot(rows, row)
         number = T.Bind(group if op.by_head else group * of_group + lane)
-        begin, behind = T.Bind(number * op.block), T.Bind(T.min(number * op.block + (op.block - 1), last))
+        begin, newest = T.Bind(number * op.block), T.Bind(T.min(number * op.block + (op.block - 1), last))
 
         def key_of(position: Expr) -> Buffer:
             return _key(Ik, T.Bind(pages[slot, position // PAGE]), position % PAGE, op.d)
@@ -113,12 +113,12 @@ def _score_blocks(op: SelectKeys, arch: Device, state: Buffer, places, buffers) 
                 top = filled(T.float32(LOWEST))
                 with T.serial(-(-op.block // arch.wave)) as step:
                     position = T.Bind(begin + step * arch.wave + lane)
-                    key = key_of(T.Bind(T.min(position, behind)))
+                    key = key_of(T.Bind(T.min(position, newest)))
                     product = T.Bind(_product(Q, row, own, key, op.d))
-                    put(top, maximum(top[0], T.Select(position <= behind, product, T.float32(LOWEST))), 0)
+                    put(top, maximum(top[0], T.Select(position <= newest, product, T.float32(LOWEST))), 0)
                 score, forced = wave_max(arch, T.Bind(top[0])), number > last // op.block - op.local
             else:
-                total, key = filled(T.float32(0)), key_of(behind)
+                total, key = filled(T.float32(0)), key_of(newest)
                 with T.serial(op.heads) as head:
                     put(total, total[0] + maximum(_product(Q, row, head, key, op.d), T.float32(0)), 0)
                 score, forced = total[0], (number + 1) * op.block - 1 > last

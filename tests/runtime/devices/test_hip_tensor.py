@@ -9,9 +9,9 @@ from hip_model import IDS, SLOT, evaluate, expected, write_pages
 from hip_tensor import divided_in, machine
 
 from mlc_amd.runtime.cache.sequence import ChunkRows
+from mlc_amd.runtime.devices import handover
 from mlc_amd.runtime.devices.exchange import check_hip
 from mlc_amd.runtime.devices.exchange.hip import PeerBoxes
-from mlc_amd.runtime.devices.hip import carried
 from mlc_amd.runtime.devices.hip.api import HipError
 from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.devices.steps import write_step
@@ -91,7 +91,7 @@ def test_copies_where_gpus_cannot_access_each_other(tmp_path, monkeypatch, caplo
 
 def test_large_copies_have_streams_of_their_own(tmp_path, monkeypatch):
     """So that two runs take turns: each computes while rows of the other cross."""
-    monkeypatch.setattr(carried, "APART", 1)
+    monkeypatch.setattr(handover, "APART", 1)
     bindings = machine(monkeypatch, gpus=[{}, {"peers": False}])
     device = opened(tmp_path)
     bindings.calls.clear()
