@@ -10,6 +10,7 @@ one int32. The classes are namespaces, never instantiated:
     mcpu           an LLVM cpu that has the instructions (any newer one will do)
     tokens         tokens of a prefill tile that suit the register file
     interleave     tokens whose dot products are interleaved, see linear.PrefillPlan
+    sums_in_registers    whether the sums of all rows of a prefill tile are, or those of many in memory
     task, unpack   of prefill's linear layers: KB of a task, and tiles of tokens, see linear.PrefillPlan
     rows, sums, convert    of prefill attention: rows, registers and convert of attention_prefill.Plan
     ahead          bytes that a decode kernel prefetches ahead of its loads, 0: none
@@ -74,6 +75,7 @@ class Vnni512:
     lanes, registers, mcpu = 16, 32, "icelake-server"
     tokens, interleave, task, unpack, ahead = 16, 8, 512, 4, 4096
     rows, sums, convert = 4, 24, 1
+    sums_in_registers = True
     signed_zero = 128
     half, exp2 = staticmethod(widen), staticmethod(exp2_avx512)
 
@@ -124,8 +126,9 @@ class Zen4(Vnni512):
 class AvxVnni(Vnni512):
     """AVX-VNNI (or AVX512VL-VNNI): the same instruction on 256 bits."""
 
-    lanes, registers, mcpu, interleave, task = 8, 16, "alderlake", 1, 256
+    lanes, registers, mcpu, interleave, task = 8, 16, "alderlake", 4, 256
     rows, sums, convert = 6, 12, 1
+    sums_in_registers = False
     exp2 = staticmethod(exp2)
 
 
@@ -134,8 +137,9 @@ class Avx2:
     to int32."""
 
     lanes, registers, mcpu = 8, 16, "x86-64-v3"
-    tokens, interleave, task, unpack, ahead = 16, 1, 256, 4, 4096
+    tokens, interleave, task, unpack, ahead = 16, 4, 256, 4, 4096
     rows, sums, convert = 6, 12, 1
+    sums_in_registers = False
     signed_zero = 0
     step, half, exp2 = staticmethod(_pairs_step), staticmethod(widen), staticmethod(exp2)
 
@@ -181,6 +185,7 @@ class Portable:
     lanes, registers, mcpu = 8, 16, "x86-64-v2"
     tokens, interleave, task, unpack, ahead = 4, 1, 256, 4, 0
     rows, sums, convert = 6, 12, 1
+    sums_in_registers = True
     signed_zero = 0
     step, half, exp2 = staticmethod(_pairs_step), staticmethod(half_bits), staticmethod(exp2)
 

@@ -38,12 +38,11 @@ class PrefillPlan:
     order of additions.
 
     tokens      rows whose sums are in registers at once, at most a tile of the activations; float formats: at most
-                FLOAT_TOKENS
+                FLOAT_TOKENS; 0: sums of more than UNROLLED rows are in memory
     interleave  of these, rows whose int8 dot products are interleaved, a divisor of `tokens`: independent sums hide the
-                latency of multiply-add instructions where the out-of-order window is too short; 1: sums of more than
-                UNROLLED rows are in memory, and `tokens` has no effect; float formats: of no effect; formats with two
-                scales a block: at most 2, for they need more registers and have two dot products for each row to begin
-                with
+                latency of multiply-add instructions where the out-of-order window is too short; float formats: of no
+                effect; formats with two scales a block: at most 2 with sums in registers, for they need more of them
+                and have two dot products for each row to begin with
     task        KB of weights of a task, unpacked ones if they are: a share of the L2 cache
     tasks       tasks below which they become smaller than `task`; gate/up: its tasks are always 32 rows of both weights
     unpack      tiles of tokens from which on int8 weights of a task are unpacked once for all of them, and not for
@@ -77,7 +76,8 @@ def default_plan(op: MatrixProduct, arch: Arch) -> AnyPlan:
     if op.m == 1:
         return _decode_plan(op, isa)
     unpack = _unpack_choices(isa, op.m, p)[-1]
-    return PrefillPlan(tokens=p, interleave=min(isa.interleave, p), task=isa.task, tasks=32, unpack=unpack)
+    tokens = p if isa.sums_in_registers else 0
+    return PrefillPlan(tokens=tokens, interleave=min(isa.interleave, p), task=isa.task, tasks=32, unpack=unpack)
 
 
 def prefetch_plan(op: MatrixProduct, isa: Isa, plan: AnyPlan) -> Plan:
@@ -108,12 +108,17 @@ def row_tiles(fmt: Format, n: int, k: int, plan: AnyPlan) -> int:
 
 def interleave_of(fmt: Format, plan: PrefillPlan) -> int:
     """The plan's `interleave` for a format."""
-    return min(plan.interleave, 2) if groups(fmt) > 1 else plan.interleave
+    return min(plan.interleave, 2) if groups(fmt) > 1 and plan.tokens else plan.interleave
+
+
+def float_tokens(plan: PrefillPlan) -> int:
+    """Rows whose sums a kernel of a float format has in registers at once."""
+    return min(plan.tokens or FLOAT_TOKENS, FLOAT_TOKENS)
 
 
 def loops_over_tokens(fmt: Format, plan: AnyPlan) -> bool:
     """Whether a kernel goes through the rows of a tile in a loop, with their sums in memory."""
-    return fmt.kind == "int8" and isinstance(plan, PrefillPlan) and plan.interleave == 1
+    return fmt.kind == "int8" and isinstance(plan, PrefillPlan) and not plan.tokens
 
 
 def unpacks(fmt: Format, plan: AnyPlan) -> bool:
@@ -128,7 +133,7 @@ def _choices(isa: Isa, m: int, p: int) -> dict[str, tuple[int, ...]]:
     if m == 1:
         return {"unroll": (1, 2, 4), "ahead": (0, 1024, 2048, 4096, 8192, 16384), "locality": (0, 2, 3)}
     return {
-        "tokens": tuple(t for t in (4, 8, 16) if t <= p),
+        "tokens": tuple(t for t in (0, 4, 8, 16) if t <= p),
         "interleave": tuple(t for t in (1, 2, 4, 8) if t <= min(p, isa.registers // 4)),
         "task": (64, 128, 256, 512, 1024),
         "tasks": (8, 16, 32, 64),
@@ -154,9 +159,8 @@ def _space(op: MatrixProduct, arch: Arch, tasks: Callable[[AnyPlan], tuple[Hasha
             raise ValueError(f"{plan} does not divide its tokens")
         held, count = tasks(plan)
         interleaved = tuple(interleave_of(fmt, plan) for fmt, _ in op.weights)
-        kept = 0 if plan.interleave == 1 else plan.tokens
-        tokens = (kept, interleaved, plan.unpack) if whole else min(plan.tokens, FLOAT_TOKENS)
-        return Kernel((tokens, held), count, 1, plan.tokens)
+        tokens = (plan.tokens, interleaved, plan.unpack) if whole else float_tokens(plan)
+        return Kernel((tokens, held), count, 1, plan.tokens or plan.interleave)
 
     return Space(type(default), _choices(arch.isa, op.m, p), default, decode if op.m == 1 else prefill)
 

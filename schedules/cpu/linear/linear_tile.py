@@ -29,12 +29,12 @@ from mlc_amd.schedules.cpu.base.vector import (
     widen,
 )
 from mlc_amd.schedules.cpu.linear.linear_plan import (
-    FLOAT_TOKENS,
     UNROLLED,
     AnyPlan,
     MatrixProduct,
     Plan,
     default_plan,
+    float_tokens,
     interleave_of,
     loops_over_tokens,
     parts,
@@ -218,28 +218,34 @@ class Products:
             for token in range(tokens):
                 emit(weights, token_tile, range(token, token + 1), list(range(0, ROWS, lanes)), epilogue)
             return
-        count = plan.tokens if whole else min(plan.tokens, FLOAT_TOKENS)
+        if not isinstance(tokens, int):
+            self._emit_int8_loop(weights, token_tile, tokens, epilogue)
+            return
+        count = plan.tokens or UNROLLED if whole else float_tokens(plan)
         with T.serial(ROWS // lanes) as register:
             row = register * lanes
-            if not isinstance(tokens, int):
-                self._emit_int8_loop(weights, token_tile, tokens, row, epilogue)
-                return
             for first in range(0, tokens, count):
                 emit(weights, token_tile, range(first, min(first + count, tokens)), [row], epilogue)
 
-    def _emit_int8_loop(self, weights: Tile, token_tile: Expr, tokens: Expr, row: Expr, epilogue: Epilogue) -> None:
-        """With the sums in memory: where registers are too few for a tile's, this is as fast, and little code."""
-        lanes, sums = self.isa.lanes, _StackSums(self.acts.p, self.isa.lanes)
-        with T.serial(tokens) as i:
+    def _emit_int8_loop(self, weights: Tile, token_tile: Expr, tokens: Expr, epilogue: Epilogue) -> None:
+        """With the sums in memory: where registers are too few for a tile's, this is as fast, and little code. A step
+        takes plan.interleave tokens, the last one maybe some that do not count, by all registers of rows."""
+        lanes, size = self.isa.lanes, largest_divisor(interleave_of(weights.fmt, self.plan), self.acts.p)
+        rows = range(0, ROWS, lanes)
+        sums, each = _StackSums(self.acts.p * len(rows), lanes), size * len(rows)
+        steps = T.Bind((tokens + (size - 1)) // size)
+        with T.serial(steps * each) as i:
             sums.put(i, splat(T.float32(0), lanes))
         with T.serial(self.acts.k // BLOCK) as b:
             if isinstance(weights, Packed):
                 weights.prefetch(b, self.ahead)
-            block = weights.load(row, b)
-            with T.serial(tokens) as i:
-                self._emit_dots(weights.fmt, [block], (token_tile, b, [i]), sums, i)
+            blocks = [weights.load(row, b) for row in rows]
+            with T.serial(steps) as i:
+                place = token_tile, b, [i * size + j for j in range(size)]
+                self._emit_dots(weights.fmt, blocks, place, sums, i * each)
         with T.serial(tokens) as i:
-            epilogue(i, row, sums.get(i))
+            for r, row in enumerate(rows):
+                epilogue(i, row, sums.get(i * len(rows) + r))
 
     def _emit_int8(self, weights: Tile, token_tile: Expr, tokens: range, rows: list[Expr], epilogue: Epilogue) -> None:
         plan, blocks = self.plan, self.acts.k // BLOCK
