@@ -91,7 +91,7 @@ def decoder(
         return runs(arch, fmt, fetched, 1).__getitem__
     exponents = [T.uint32(bits) if isinstance(bits, int) else bits for bits in exponents]
     scales = load.scales(fmt, fetched, block)
-    words, permutes = load.block_words(fmt, fetched, block), arch.api == "rocm"
+    words, permutes = load.block_words(fetched, block), arch.api == "rocm"
     factors, minimums = scales.factors(), None
     if fmt.table == FP4_VALUES and permutes:
         pairs = _per_pair(factors)
@@ -100,8 +100,8 @@ def decoder(
     if fmt.minimum:
         # counted from the middle of the codes, so that rounding the scale moves the outermost weights least
         zero = 1 << (sum(PLANE_BITS[plane] for plane in codes) - 1)
-        lows = [scales.minimum if sub is None else T.float32(0) - scales.minimum * sub for sub in scales.sub_minimum]
-        minimums = _per_pair([factor * T.float32(zero) + low for factor, low in zip(factors, lows, strict=True)])
+        pairs = zip(factors, scales.lows(), strict=True)
+        minimums = _per_pair([factor * T.float32(zero) + low for factor, low in pairs])
     factors = _per_pair(factors)
 
     nibbles = list(codes) == ["Q4"]

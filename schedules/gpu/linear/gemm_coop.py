@@ -171,8 +171,7 @@ class CoopGemm(SteppedGemm[CoopTile]):
         self.sums = Fragments("sum", self.count, shape)
 
     def emit(self, work: TileWork) -> None:
-        views = [w._replace(planes=load.views(w.fmt, w.planes, self.tile.span)) for w in work.weights]
-        work = replace(work, weights=views)
+        work = work.viewed(self.tile.span)
         self.sums.clear()
         self._sum_up(work)
         for i in range(self.tiles_m):

@@ -9,7 +9,7 @@ matrices of few tokens whose lanes are known), `gemm_coop.py` (cooperative matri
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 from tvm.tirx.script import builder as T
@@ -19,6 +19,7 @@ from mlc_amd.schedules.gpu.base.device import barrier
 from mlc_amd.schedules.gpu.base.planes import Planes, padded
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.step import live_rows
+from mlc_amd.schedules.gpu.linear import load
 from mlc_amd.schedules.gpu.linear.deferred_norm import CompletedNorm, RowFactors, Units
 from mlc_amd.schedules.operators import ExpertGateUp, ExpertLinear, GateUp, Linear
 from mlc_amd.schedules.tir import Buffer, Expr
@@ -99,6 +100,11 @@ class TileWork:
     @property
     def has_floats(self) -> bool:
         return any(weight.fmt.kind == "float" for weight in self.weights)
+
+    def viewed(self, span: int = 1) -> "TileWork":
+        """The same with planes of `load.views`."""
+        weights = [weight._replace(planes=load.views(weight.fmt, weight.planes, span)) for weight in self.weights]
+        return replace(self, weights=weights)
 
     def weight_row(self, row: Expr, weight: Weight, height: int) -> Expr:
         """The row to load for `row` by tiles of that height: for one after the weight's last row, that."""
