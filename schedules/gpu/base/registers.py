@@ -35,6 +35,12 @@ def owned(first: Expr, mine: Expr, threads: int, count: int) -> tuple[Expr, Expr
     return T.min(place, T.int32(count - 1)), place < count
 
 
+def dealt(total: int, thread: Expr, threads: int) -> Iterator[Expr]:
+    """The numbers of what a thread has of `total`; surplus threads repeat the last one."""
+    for first in range(0, total, threads):
+        yield T.Bind(owned(first, thread, threads, total)[0])
+
+
 def at(base: Expr, n: int) -> Expr:
     """The index vector base, ..., base+n-1 (a buffer's last index only)."""
     return T.ramp(base, 1, n) if n > 1 else base

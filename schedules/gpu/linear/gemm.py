@@ -60,7 +60,7 @@ def _family(of: Product) -> tuple[Callable[[Product, Any], Gemm], Callable[[Prod
     if matrix == "coop" and layout in ("", "pairs") and not exact:
         return gemm_coop.CoopGemm, gemm_coop.choose
     if exact:
-        return (gemm_dot.ExactGemm, gemm_dot.choose_exact) if matrix else (gemm_dot.FloatGemm, gemm_dot.choose)
+        return gemm_dot.FloatGemm, gemm_dot.choose_exact if matrix else gemm_dot.choose
     if layout == "rows" and kinds == {"int8"}:
         return gemm_dot.DotGemm, gemm_dot.choose
     raise ValueError(

@@ -187,11 +187,8 @@ class CoopGemm(SteppedGemm[CoopTile]):
     # ---- staging
 
     def _places(self, rows: int, per_row: int) -> Iterator[tuple[Expr, Expr]]:
-        """(row, number in the row) of each piece that this thread stages; what is left over several threads stage."""
-        total, threads = rows * per_row, self.threads
-        for i in range(-(-total // threads)):
-            c = self.thread + i * threads
-            c = T.Bind(c if (i + 1) * threads <= total else c % total)
+        """(row, number in the row) of each piece that this thread stages."""
+        for c in self._dealt(rows * per_row):
             yield T.Bind(c // per_row), T.Bind(c % per_row)
 
     def _fetch_acts(self, work: TileWork, step: Expr) -> list[tuple[Expr, list[Expr]]]:

@@ -157,21 +157,16 @@ class _RegisterGemm(SteppedGemm[DotTile]):
     def _fetch_piece(self, weight: Weight, row: Expr, block: Expr, part: Expr) -> Any:
         """The loads of a piece, in registers."""
 
-    def _pieces(self, total: int) -> Iterator[Expr]:
-        """Numbers of the pieces that this thread stages, of `total`; with too few, several threads stage the same."""
-        for i in range(-(-total // self.threads)):
-            yield (self.thread + i * self.threads) % total
-
     def _x_pieces(self) -> Iterator[tuple[Expr, Expr]]:
         """Token and first column of each run of eight activations that this thread stages."""
         runs = self.columns // 8
-        for c in self._pieces(self.tile.tokens * runs):
+        for c in self._dealt(self.tile.tokens * runs):
             yield c // runs, c % runs * 8
 
     def _w_pieces(self) -> Iterator[tuple[Expr, Expr, Expr]]:
         """Row, block and part of each piece of a weight that this thread stages."""
         pieces = self.columns // PIECE
-        for c in self._pieces(self.tile.rows * pieces):
+        for c in self._dealt(self.tile.rows * pieces):
             yield c // pieces, c % pieces // 2, c % 2
 
 
@@ -199,17 +194,17 @@ class DotGemm(_RegisterGemm):
 
     def _fetch_acts(self, work: TileWork, step: Expr) -> list[list[Expr]]:
         (A, S), tokens = work.acts, self.tile.tokens
-        words = [T.Bind(A[work.token0 + c // 2, step, at(c % 2 * 4, 4)]) for c in self._pieces(tokens * 2)]
-        return [words, [T.Bind(S[work.token0 + c, step, at(0, FIELDS)]) for c in self._pieces(tokens)]]
+        words = [T.Bind(A[work.token0 + c // 2, step, at(c % 2 * 4, 4)]) for c in self._dealt(tokens * 2)]
+        return [words, [T.Bind(S[work.token0 + c, step, at(0, FIELDS)]) for c in self._dealt(tokens)]]
 
     def _fetch_piece(self, weight: Weight, row: Expr, block: Expr, part: Expr) -> load.Unit:
         return load.fetch(weight.fmt, weight.planes, row, block, 1, load.Part(part, 2))
 
     def _stage(self, work: TileWork, loaded: Loaded) -> None:
         (words, fields), weights = loaded
-        for c, x in zip(self._pieces(self.tile.tokens * 2), words, strict=True):
+        for c, x in zip(self._dealt(self.tile.tokens * 2), words, strict=True):
             put(self.x_lds, x, at(c // 2 * self.ld + c % 2 * 4, 4))
-        for c, s in zip(self._pieces(self.tile.tokens), fields, strict=True):
+        for c, s in zip(self._dealt(self.tile.tokens), fields, strict=True):
             put(self.s_lds, s, at(c * FIELDS, FIELDS))
         for w, pieces in enumerate(weights):
             fmt = work.weights[w].fmt
@@ -275,7 +270,17 @@ class DotGemm(_RegisterGemm):
 
 
 class FloatGemm(_RegisterGemm):
-    """Float formats; activations (X float32 [m, K],)."""
+    """Float formats; activations (X float32 [m, K],). On an arch with matrix units for few rows, whose workgroups do
+    not fill the GPU: a step has several blocks."""
+
+    def __init__(self, of: Product, tile: DotTile):
+        for span in SPANS if of.arch.matrix else (1,):
+            self.columns = self.row_words = span * BLOCK
+            super().__init__(of, tile)
+            if of.k % self.columns == 0 and self.lds_bytes <= of.arch.lds:
+                return
+        if of.arch.matrix:
+            raise ValueError(f"{tile} takes {self.lds_bytes} bytes of LDS")
 
     def _fetch_piece(self, weight: Weight, row: Expr, block: Expr, part: Expr) -> list[Expr]:
         return [T.Bind(weight.planes["W"][row, at(block * BLOCK + column, 8)]) for column in columns_of(part)]
@@ -305,15 +310,3 @@ class FloatGemm(_RegisterGemm):
         """Four neighbouring columns of a row of LDS."""
         four = T.Bind(lds[at(row * self.ld + quad * 4, 4)])
         return [lane_of(four, c) for c in range(4)]
-
-
-class ExactGemm(FloatGemm):
-    """The same in steps of several blocks: for few rows, whose workgroups do not fill the GPU."""
-
-    def __init__(self, of: Product, tile: DotTile):
-        for span in SPANS:
-            self.columns = self.row_words = span * BLOCK
-            super().__init__(of, tile)
-            if of.k % self.columns == 0 and self.lds_bytes <= of.arch.lds:
-                return
-        raise ValueError(f"{tile} takes {self.lds_bytes} bytes of LDS")

@@ -8,7 +8,7 @@ matrices of few tokens whose lanes are known), `gemm_coop.py` (cooperative matri
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
@@ -18,6 +18,7 @@ from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.gpu.base.device import barrier
 from mlc_amd.schedules.gpu.base.planes import Planes, padded
 from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.registers import dealt
 from mlc_amd.schedules.gpu.base.step import live_rows
 from mlc_amd.schedules.gpu.linear import load
 from mlc_amd.schedules.gpu.linear.deferred_norm import CompletedNorm, RowFactors, Units
@@ -157,6 +158,10 @@ class Gemm(ABC, Generic[TileT]):
     def loads(self) -> float:
         """Bytes that a thread has in flight. ValueError for a tile that is not worth measuring: a thread would hold or
         unroll too much."""
+
+    def _dealt(self, total: int) -> Iterator[Expr]:
+        """Numbers of what this thread stages, of `total`; surplus threads repeat the last one."""
+        return dealt(total, self.thread, self.threads)
 
     def row_tiles(self, rows: int) -> int:
         return -(-rows // self.tile.rows)

@@ -108,18 +108,12 @@ class StagedGemm(LaneGemm):
         place = T.Bind(self.lane + (number * self.buffer + j * WAVE))
         return [T.Bind(self.lds[place + t * TILE_UNITS]) for t in range(self.tiles_m)]
 
-    def _pieces(self) -> list[Expr]:
-        """Units of a group's activations that this thread stages; the last one of several threads may be the same."""
-        pieces = [self.thread + i * self.threads for i in range(-(-self.buffer // self.threads))]
-        if self.buffer % self.threads:
-            pieces[-1] = T.min(pieces[-1], T.int32(self.buffer - 1))
-        return [T.Bind(c) for c in pieces]
-
     def _activations(self, work: TileWork, group: Expr) -> list[Expr]:
-        """The loads of these units. After the columns they are 0; anything where bodies are whole: none has these."""
+        """The loads of the units of a group's activations that this thread stages. After the columns they are 0;
+        anything where bodies are whole: none has these."""
         ((X,), tile0) = work.acts, work.token0 // TOKENS
         held, loaded = T.Bind(T.min(group, T.int32(self.groups - 1))), []
-        for c in self._pieces():
+        for c in self._dealt(self.buffer):
             tile = self._existing(tile0 + c // TILE_UNITS)
             x = T.Bind(X[T.Bind(tile), held, at(T.Bind(c % TILE_UNITS * RUN), RUN)])
             x = T.Bind(T.reinterpret("uint32x4", x))
@@ -131,7 +125,7 @@ class StagedGemm(LaneGemm):
 
     def _stage(self, loaded: list[Expr], number: int) -> None:
         """To buffer number 0 or 1."""
-        for c, unit in zip(self._pieces(), loaded, strict=True):
+        for c, unit in zip(self._dealt(self.buffer), loaded, strict=True):
             T.buffer_store(self.lds, unit, [c + number * self.buffer])
 
 

@@ -22,7 +22,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.device import barrier, fma, shuffle, shuffle_xor
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.registers import Held, filled, lane_of, local, owned, put, vector
+from mlc_amd.schedules.gpu.base.registers import Held, dealt, filled, lane_of, local, put, vector
 from mlc_amd.schedules.gpu.base.step import live_rows, opaque_zero
 from mlc_amd.schedules.gpu.recurrent.lane_rows import LANES, load_row, store_row, width_of
 from mlc_amd.schedules.operators import DeltaNet, SsmScan
@@ -263,7 +263,7 @@ class Scan:
 
         def load(block: Expr) -> list[Expr]:
             found = []
-            for piece in self._pieces(pieces):
+            for piece in dealt(pieces, self.thread, self.threads):
                 row = T.Bind(self.first + T.min(block * LANES + piece // per_row, last))
                 c = T.Bind(piece % per_row)
                 column = T.Bind(T.Select(c < half, q_at, k_at - size) + c * width)
@@ -271,7 +271,7 @@ class Scan:
             is_single = self.first < self.single_rows
             step, origin = T.Select(is_single, T.int32(LANES), T.int32(1)), T.Select(is_single, self.first, self.base)
             number = T.Bind(T.min(origin + block * step, T.int32(int(Factors.shape[0]) - 1)))
-            for quad in self._pieces(quads):
+            for quad in dealt(quads, self.thread, self.threads):
                 per = self.factors // QUAD
                 found += load_row(Factors, (number, head, quad // per), T.Bind(quad % per * QUAD), QUAD)
             return found + list(fetch(T.Bind(self.first + T.min(block * LANES + self.i, last))))
@@ -280,9 +280,9 @@ class Scan:
         with T.serial(count) as block:
             barrier()
             held = iter(ahead.values())
-            for piece in self._pieces(pieces):
+            for piece in dealt(pieces, self.thread, self.threads):
                 put(self.lds, vector([next(held) for _ in range(width)]), piece)
-            for quad in self._pieces(quads):
+            for quad in dealt(quads, self.thread, self.threads):
                 put(self.row_factors, vector([next(held) for _ in range(QUAD)]), quad)
             barrier()
             ahead.keep(load(T.Bind(T.min(block + 1, count - 1))))
@@ -292,11 +292,6 @@ class Scan:
     @staticmethod
     def _type(width: int) -> str:
         return f"float32x{width}" if width > 1 else "float32"
-
-    def _pieces(self, count: int) -> Iterator[Expr]:
-        """The numbers of this thread's pieces; surplus threads repeat the last one."""
-        for n in range(-(-count // self.threads)):
-            yield T.Bind(owned(n * self.threads, self.thread, self.threads, count)[0])
 
     def _read(self, slot: int, u: int, key: int, moved: Expr = 0) -> list[Expr]:
         """The lane's elements u.. of q or k (key: 1) of the row that the slot stands for. moved: added to the index."""
