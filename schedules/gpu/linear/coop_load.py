@@ -7,7 +7,6 @@ loads of one step can be in flight while the step before is multiplied:
     fetch       the global loads of a unit, from `load.views`
     runs        what was fetched as runs of eight float16 weights
     decoder     the same of codes, one run at a time
-    activations the same of activations that are float32 in their natural order
 
 Arithmetic is packed float16: a code in the low bits of 0x6400 reads as 1024 + code, from which the code that means 0 is
 subtracted exactly. A nibble may stay in bits 4 to 7 of 0x5400, which reads as 64 + code. So become FP4's magnitudes,
@@ -27,7 +26,7 @@ from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import RUN, RUN_COLUMNS, RUNS
 from mlc_amd.schedules.gpu.base.registers import at, chosen, elements, lane_of, opaque, vector
 from mlc_amd.schedules.gpu.linear import load
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.tir import Expr
 
 Fetched = load.Unit | list[Expr]  # of codes, or float columns as loaded
 Words = Mapping[str, Sequence[Expr]]  # by code plane
@@ -56,13 +55,6 @@ def runs(arch: Device, fmt: Format, fetched: Fetched, span: int) -> list[Expr]:
         return [_run(columns[b * BLOCK : (b + 1) * BLOCK], j) for b in range(span) for j in range(RUNS)]
     decoders = [decoder(arch, fmt, fetched, b) for b in range(span)]
     return [run(j) for run in decoders for j in range(RUNS)]
-
-
-def activations(X: Buffer, token: Expr, block: Expr) -> list[Expr]:
-    """The four runs of a block of float32 activations X [m, k] as float16x8."""
-    quads = [T.Bind(X[token, at(block * BLOCK + first, 4)]) for first in range(0, BLOCK, 4)]
-    columns = [T.cast(lane_of(x, i), "float16") for x in quads for i in range(4)]
-    return [_run(columns, j) for j in range(RUNS)]
 
 
 def _run(columns: Sequence[Expr], j: int) -> Expr:

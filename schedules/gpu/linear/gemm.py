@@ -38,9 +38,8 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 def engine(of: Product, tile: Tile | None = None) -> Gemm:
     """The tile routine with that tile, by default the one for the arch and shape. Layout of the activations: "lanes"
-    on matrix units whose lanes are known, "pairs" or "" on others (weights and activations become float16), else "rows"
-    for int8 formats and "" for float formats. Float formats with "" are multiplied in float32 everywhere. ValueError
-    for what does not fit."""
+    on matrix units whose lanes are known, "pairs" on others (weights and activations become float16), else "rows" for
+    int8 formats and "" for float formats, which are then multiplied in float32. ValueError for what does not fit."""
     routine, choose = _family(of)
     gemm = routine(of, tile or choose(of))
     if of.m % gemm.tile.tokens and not gemm.cuts_tiles:
@@ -53,13 +52,12 @@ def engine(of: Product, tile: Tile | None = None) -> Gemm:
 def _family(of: Product) -> tuple[Callable[[Product, Any], Gemm], Callable[[Product], Tile]]:
     """(what makes the tile routine of a tile, what chooses that)."""
     layout, matrix, kinds = kind_of(of.layout), of.arch.matrix, {fmt.kind for fmt in of.formats}
-    exact = layout == "" and kinds == {"float"}
     if layout == "lanes" and of.arch.lane_blocks:
         own = of.arch.lane_unit in UNITS
         return (gemm_matrix_int8.routine, gemm_matrix.choose) if own else (lane_tiles.routine, lane_tiles.choose)
-    if matrix == "coop" and layout in ("", "pairs") and not exact:
+    if matrix == "coop" and layout == "pairs":
         return gemm_coop.CoopGemm, gemm_coop.choose
-    if exact:
+    if layout == "" and kinds == {"float"}:
         return gemm_dot.FloatGemm, gemm_dot.choose_exact if matrix else gemm_dot.choose
     if layout == "rows" and kinds == {"int8"}:
         return gemm_dot.DotGemm, gemm_dot.choose
