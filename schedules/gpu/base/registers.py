@@ -86,8 +86,7 @@ class Held:
     def __init__(self, first: Any):
         """first: what the first step finds."""
         self._like = first
-        self._cells = [local(1, str(x.ty)) for x in _leaves(first)]
-        self.keep(first)
+        self._cells = [filled(x) for x in _leaves(first)]
 
     def keep(self, values: Any) -> None:
         """What the next step finds; nested as the first."""

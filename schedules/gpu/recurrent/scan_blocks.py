@@ -101,9 +101,7 @@ def block_rows(state: Buffer, rows: Buffer, number: Expr, m: int, single: int) -
     count = filled(T.min(T.max(live - first, T.int32(0)), T.int32(LANES)))
     if single:
         with T.If(number < single), T.Then():
-            before, after = local(1, "int32"), local(1, "int32")
-            put(before, T.int32(0), 0)
-            put(after, T.int32(0), 0)
+            before, after = filled(T.int32(0)), filled(T.int32(0))
             place = T.Bind(T.min(number, T.int32(m - 1)))
             with T.serial(singles) as other:
                 same = T.Bind(T.cast(rows[other, 1] == rows[place, 1], "int32"))
@@ -131,9 +129,7 @@ class Pairs:
         groups = arch.wave // LANES
         width = next(w for w in (4, 2, 1) if size % (w * groups) == 0)
         others = [T.Bind(first + T.min(T.int32(j), count - 1)) for j in range(LANES)]
-        sums = [local(1) for _ in range(LANES * (2 if norms else 1) + norms)]
-        for cell in sums:
-            put(cell, T.float32(0), 0)
+        sums = [filled(T.float32(0)) for _ in range(LANES * (2 if norms else 1) + norms)]
         with T.serial(size // (width * groups)) as step:
             begin = T.Bind((step * groups + lane // LANES) * width)
             mine = [load_row(X, (self.row,), at_ + begin, width) for at_ in ((q_at, k_at) if norms else (q_at,))]
