@@ -82,16 +82,6 @@ def store_lanes(out: Buffer, token: Expr, column: Expr, x: Sequence[Expr]) -> No
             T.buffer_store(out, pair, [token // TOKENS, block // group, T.ramp(place + 4 * odd, 1, 2)])
 
 
-def store_run(out: Buffer, token: Expr, column: Expr, x: Sequence[Expr]) -> None:
-    """As `store_lanes`, columns `column`.. and column + 16.., four each: a run. column: a multiple of 4 in the first
-    half of a block."""
-    block, run, group = T.Bind(column // BLOCK), T.Bind(column % BLOCK // 4), _group(out)
-    lane = T.Bind(token % TOKENS * group + block % group)
-    place = T.ramp((run * (TOKENS * group) + lane) * RUN, 1, RUN)
-    order = [x[i // 2 % 2 * 4 + 2 * (i % 2) + i // 4] for i in range(RUN)]
-    T.buffer_store(out, vector(order), [token // TOKENS, block // group, place])
-
-
 def _group(H: Buffer) -> int:
     """Blocks of a unit of H in the layout "lanes"."""
     return int(H.shape[2]) // unit_size(1)
@@ -206,17 +196,10 @@ def quantize_block(arch: Device, x: list[Expr]) -> tuple[list[Expr], list[Expr]]
     return words, [d, *(d * T.cast(part, "float32") for part in (low + high, low, high))]
 
 
-def store_floats(layout: str, out: Buffer, token: Expr, row: Expr, y: list[Expr], run: bool = False) -> None:
-    """y, float32 of consecutive rows, in the layout "" or, four of them, "pairs" or "lanes". run: eight,
-    columns as of `store_run`."""
-    kind = kind_of(layout)
-    if run and kind != "lanes":
-        for half in range(2):
-            store_floats(layout, out, token, row + half * (BLOCK // 2), y[4 * half : 4 * half + 4])
-        return
-    if kind in RUNS_OF:
-        y = [T.cast(clamped(x), "float16") for x in y]
-        (store_run if run else RUNS_OF[kind])(out, token, row, y)
+def store_floats(layout: str, out: Buffer, token: Expr, row: Expr, y: list[Expr]) -> None:
+    """y, float32 of consecutive rows, in the layout "" or, fours of them, "pairs" or "lanes"."""
+    if (kind := kind_of(layout)) in RUNS_OF:
+        RUNS_OF[kind](out, token, row, [T.cast(clamped(x), "float16") for x in y])
     else:
         T.buffer_store(out, vector(y), [token, at(row, len(y))])
 

@@ -91,8 +91,6 @@ class TileWork:
     zero: Expr = None  # an int32 that is 0, which the compiler does not know
     # called with (token, row) as early as possible: what `store` gets after the values, or None: it gets no more
     early: Callable[[Expr, Expr], tuple] | None = None
-    # whether values are runs (`quantize.py`), as `LaneGemm.has_runs` allows: a float32x8 of rows row.. and row + 16..
-    runs: bool = False
 
     @property
     def rows(self) -> int:
@@ -168,10 +166,6 @@ class Gemm(ABC, Generic[TileT]):
 
     def is_quick(self, workgroups: int) -> bool:
         """Whether what a workgroup waits for decides how long the kernel takes: all of them are resident at once."""
-        return False
-
-    def has_runs(self, rows: int) -> bool:
-        """Whether `TileWork.runs` is possible for a weight of so many rows."""
         return False
 
     def live_and_zero(self, state: Buffer, token0: Expr, quick: bool) -> tuple[Expr, Expr]:

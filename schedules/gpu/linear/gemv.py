@@ -176,7 +176,7 @@ def _emit_prepared(
         row = T.Bind(first + column)
         others = [] if bias is None else [T.Bind(bias[columns(row)])]
         others += [] if args.residual is None else [T.Bind(args.residual[token, columns(row)])]
-        parts.append((token, row, column, live, others, norm.load(token, [row])))
+        parts.append((token, row, column, live, others, norm.load(token, row)))
     barrier()
     with when(_has_parts(arch, m, wave, plan.waves)):
         for token, row, column, live, others, loaded in parts:
@@ -184,7 +184,7 @@ def _emit_prepared(
             y = T.Bind(sum(others, y if factors is None else factors.scaled(token, T.Bind(y))))
             with when(live):
                 T.buffer_store(Y, y, [token, columns(row)])
-            norm.store(arch, token, row, [y], loaded, live)
+            norm.store(arch, token, row, y, loaded, live)
 
 
 @builder
