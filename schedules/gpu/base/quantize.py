@@ -149,20 +149,22 @@ def clamped(x: Expr) -> Expr:
 def emit_store(
     arch: Device, layout: str, out: list[Buffer], x: list[Expr], token: Expr, column: Expr, live: Expr | None = None
 ) -> None:
-    """Writes a lane's columns of a token in that `layout`. x: four float32 registers, columns `column`.. (a multiple of
-    4). For "rows" eight neighbouring lanes hold a block, and all lanes of the wave must call this. live: a condition
-    (the same in all lanes of a block), without which nothing is written."""
+    """Writes a lane's columns of a token in that `layout`. x: float32 registers, columns `column`.. (a multiple of
+    their number), fours of them; with "" and "rows" it may be one. For "rows", at most four, neighbouring lanes hold a
+    block, and all lanes of the wave must call this. live: a condition (the same in all lanes of a block), without which
+    nothing is written."""
     word, fields = None, []
     if layout == "rows":
         (word,), fields = quantize_block(arch, x)
     with when(live):
         if layout == "":
-            T.buffer_store(out[0], vector(x), [token, columns(column)])
+            T.buffer_store(out[0], vector(x), [token, at(column, len(x))])
         elif (kind := kind_of(layout)) in RUNS_OF:
             RUNS_OF[kind](out[0], token, column, [T.cast(clamped(v), "float16") for v in x])
         else:
             block = T.Bind(T.shift_right(column, T.int32(5)))
-            T.buffer_store(out[0], T.reinterpret(f"int8x{WIDTH}", word), [token, block, columns(column & (BLOCK - 1))])
+            q = T.reinterpret(f"int8x{len(x)}", word) if len(x) > 1 else T.cast(word, "int8")
+            T.buffer_store(out[0], q, [token, block, at(column & (BLOCK - 1), len(x))])
             with T.If((column & (BLOCK - 1)) == 0), T.Then():
                 T.buffer_store(out[1], vector(fields), [token, block, T.ramp(0, 1, FIELDS)])
 
@@ -194,23 +196,6 @@ def quantize_block(arch: Device, x: list[Expr]) -> tuple[list[Expr], list[Expr]]
     high = shuffle_xor(arch, low, lanes - 1 if lanes < BLOCK else lanes // 2)  # whichever AMD's GPUs have
     d = T.Bind(top * T.float32(1 / 127))
     return words, [d, *(d * T.cast(part, "float32") for part in (low + high, low, high))]
-
-
-def store_floats(layout: str, out: Buffer, token: Expr, row: Expr, y: list[Expr]) -> None:
-    """y, float32 of consecutive rows, in the layout "" or, fours of them, "pairs" or "lanes"."""
-    if (kind := kind_of(layout)) in RUNS_OF:
-        RUNS_OF[kind](out, token, row, [T.cast(clamped(x), "float16") for x in y])
-    else:
-        T.buffer_store(out, vector(y), [token, at(row, len(y))])
-
-
-def store_block(arch: Device, out: list[Buffer], token: Expr, row: Expr, y: Expr) -> None:
-    """y, one float32 of each of 32 neighbouring lanes, as a block in the layout "rows"."""
-    A, S = out
-    column, ((word,), fields) = T.Bind(row % BLOCK), quantize_block(arch, [y])
-    T.buffer_store(A, T.cast(word, "int8"), [token, row // BLOCK, column])
-    with T.If(column == 0), T.Then():
-        T.buffer_store(S, vector(fields), [token, row // BLOCK, T.ramp(0, 1, FIELDS)])
 
 
 @builds(Quantize)

@@ -20,7 +20,7 @@ from mlc_amd.schedules.gpu.base.device import barrier, each, launch
 from mlc_amd.schedules.gpu.base.matrices import UNITS
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import TOKENS, WIDTH, act_args, emit_store, store_block, store_floats
+from mlc_amd.schedules.gpu.base.quantize import TOKENS, WIDTH, act_args, emit_store
 from mlc_amd.schedules.gpu.base.registers import at, elements, lane_of, vector
 from mlc_amd.schedules.gpu.base.step import builder, builds, once, where
 from mlc_amd.schedules.gpu.experts.experts import bias_args, check_rows, expert_at, ids_arg
@@ -223,10 +223,8 @@ def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, state: Buffer, plan:
             y = [gated(op.act, g, u) for g, u in zip(*map(elements, values), strict=True)]
             if staged is not None:
                 T.buffer_store(staged, y[0], [(token - token0) * tile.rows + (row - row0)])
-            elif layout == "rows":
-                store_block(arch, out, token, row, *y)
             else:
-                store_floats(layout, out[0], token, row, y)
+                emit_store(arch, layout, out, y, token, row)
 
         mine, zero = (mine, gemm.zero(state)) if experts else gemm.live_and_zero(state, token0, quick)
         with once(mine):
