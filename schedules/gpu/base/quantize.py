@@ -119,14 +119,9 @@ def result_args(m: int, k: int, op: RmsNorm | LayerNorm | NormRoute) -> list[tup
     return [(layout, act_args(m, k, layout, None if layout else ["Y"])) for layout in layouts]
 
 
-def columns(base: Expr) -> Expr:
-    """The index vector of a lane's columns."""
-    return T.ramp(base, 1, WIDTH)
-
-
 def load_columns(buf: Buffer, *index: Expr) -> list[Expr]:
     """Four float32 registers of consecutive columns."""
-    x = T.Bind(buf[(*index[:-1], columns(index[-1]))])
+    x = T.Bind(buf[(*index[:-1], at(index[-1], WIDTH))])
     return [T.Bind(lane_of(x, i)) for i in range(WIDTH)]
 
 

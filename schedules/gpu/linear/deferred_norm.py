@@ -21,7 +21,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.gpu.base.device import rcp, wave_sum
 from mlc_amd.schedules.gpu.base.norm import row_scale
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, clamped, emit_store, store_lanes
+from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store
 from mlc_amd.schedules.gpu.base.registers import at, elements, filled, lane_of, put
 from mlc_amd.schedules.gpu.base.step import all_of, when
 from mlc_amd.schedules.gpu.recurrent.lane_rows import width_of
@@ -59,11 +59,10 @@ class PreparedNorm:
         `stride` apart, and must call this, too. live: as of `emit_store`."""
         values, (scale, g) = [T.Bind(value) for value in elements(x)], loaded
         scaled = [v * lane_of(g, i) for i, v in enumerate(values)]
-        if scale is None:
-            emit_store(arch, self.layout, self.out, [T.Bind(v) for v in scaled], token, row, live)
-        else:
+        if scale is not None:
             factor = T.Bind(scale * T.float32(MARGIN))
-            store_lanes(self.out[0], token, row, [T.cast(clamped(v * factor), "float16") for v in scaled])
+            scaled = [v * factor for v in scaled]
+        emit_store(arch, self.layout, self.out, [T.Bind(v) for v in scaled], token, row, live)
         squares = [v * v for v in values]
         total = wave_sum(arch, T.Bind(sum(squares[1:], squares[0])), self.summed // len(values), stride)
         with when(all_of([row % self.summed == 0] + ([] if live is None else [live]))):
