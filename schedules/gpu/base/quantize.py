@@ -62,42 +62,25 @@ def unit_size(group: int) -> int:
     return RUNS * TOKENS * group * RUN
 
 
-def store_pairs(out: Buffer, token: Expr, column: Expr, x: Sequence[Expr]) -> None:
-    """Writes columns `column`.. (a multiple of 4) of a token: x, float16 registers, fours of them, into out [m, k]."""
-    for start, values in _quads(column, x):
+RUNS_OF = ("pairs", "lanes")  # layouts of runs
+
+
+def _store_runs(out: Buffer, token: Expr, column: Expr, x: Sequence[Expr]) -> None:
+    """Writes columns `column`.. (a multiple of 4) of a token: x, float16 registers, fours of them, into `out` in the
+    layout "pairs", or with three dimensions in "lanes"."""
+    for first in range(0, len(x), 4):
+        start = T.Bind(column + first)
         quad = T.Bind(start % BLOCK // 4)
-        place = T.Bind(start // BLOCK * BLOCK + quad % RUNS * RUN + quad // RUNS * 2)
-        for odd, pair in enumerate(_pairs(values)):
-            T.buffer_store(out, pair, [token, T.ramp(place + 4 * odd, 1, 2)])
-
-
-def store_lanes(out: Buffer, token: Expr, column: Expr, x: Sequence[Expr]) -> None:
-    """As `store_pairs`, into `out` in the layout "lanes"."""
-    group = _group(out)
-    for start, values in _quads(column, x):
-        quad, block = T.Bind(start % BLOCK // 4), T.Bind(start // BLOCK)
-        lane = T.Bind(token % TOKENS * group + block % group)
-        place = T.Bind((quad % RUNS * (TOKENS * group) + lane) * RUN + quad // RUNS * 2)
-        for odd, pair in enumerate(_pairs(values)):
-            T.buffer_store(out, pair, [token // TOKENS, block // group, T.ramp(place + 4 * odd, 1, 2)])
-
-
-def _group(H: Buffer) -> int:
-    """Blocks of a unit of H in the layout "lanes"."""
-    return int(H.shape[2]) // unit_size(1)
-
-
-def _quads(column: Expr, x: Sequence[Expr]) -> list[tuple[Expr, Sequence[Expr]]]:
-    """(first column, its values) of every four."""
-    return [(T.Bind(column + first), x[first : first + 4]) for first in range(0, len(x), 4)]
-
-
-def _pairs(x: Sequence[Expr]) -> list[Expr]:
-    """The even and the odd columns of four as float16x2."""
-    return [T.Shuffle([x[odd], x[odd + 2]], [T.int32(0), T.int32(1)]) for odd in (0, 1)]
-
-
-RUNS_OF = {"pairs": store_pairs, "lanes": store_lanes}  # layouts of runs: what writes columns of a token
+        if len(out.shape) == 2:
+            index, place = [token], start // BLOCK * BLOCK + quad % RUNS * RUN
+        else:
+            group, block = int(out.shape[2]) // unit_size(1), T.Bind(start // BLOCK)
+            lane = T.Bind(token % TOKENS * group + block % group)
+            index, place = [token // TOKENS, block // group], (quad % RUNS * (TOKENS * group) + lane) * RUN
+        place = T.Bind(place + quad // RUNS * 2)
+        for odd in range(2):
+            pair = T.Shuffle([x[first + odd], x[first + odd + 2]], [T.int32(0), T.int32(1)])
+            T.buffer_store(out, pair, [*index, T.ramp(place + 4 * odd, 1, 2)])
 
 
 def act_args(m: int, k: int, layout: str, names: Sequence[str] | None = None) -> list[Buffer]:
@@ -154,8 +137,8 @@ def emit_store(
     with when(live):
         if layout == "":
             T.buffer_store(out[0], vector(x), [token, at(column, len(x))])
-        elif (kind := kind_of(layout)) in RUNS_OF:
-            RUNS_OF[kind](out[0], token, column, [T.cast(clamped(v), "float16") for v in x])
+        elif kind_of(layout) in RUNS_OF:
+            _store_runs(out[0], token, column, [T.cast(clamped(v), "float16") for v in x])
         else:
             block = T.Bind(T.shift_right(column, T.int32(5)))
             q = T.reinterpret(f"int8x{len(x)}", word) if len(x) > 1 else T.cast(word, "int8")
