@@ -17,7 +17,7 @@ from mlc_amd.schedules.gpu.attention.cache_units import WORDS, Units
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED
 from mlc_amd.schedules.gpu.base.profiles import Profile
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
-from mlc_amd.schedules.gpu.base.registers import at, owned, put
+from mlc_amd.schedules.gpu.base.registers import at, dealt, put
 from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.tir import Buffer, Expr
 
@@ -119,11 +119,10 @@ class SharedBlock:
     def __init__(self, kind: str, layer: Attention, keys: int, threads: int, tid: Expr, buffers: int = 1):
         self.kind, self.keys, self.d, self.threads, self.tid = kind, keys, layer.width, threads, tid
         self.units = keys * self.d // UNIT
-        self.pieces = -(-self.units // threads)
         rows, elements = (keys, self.d) if kind == "key" else (self.d, keys)
         self.row_units = elements // UNIT + 1
         self.buffer = shared_units(buffers * rows * self.row_units)
-        self.loaded = Units(layer, self.pieces, kind)
+        self.loaded = Units(layer, -(-self.units // threads), kind)
 
     def _target(self, unit: Expr) -> tuple[Expr, Expr]:
         """(row in shared memory, unit in the row) of a unit."""
@@ -132,13 +131,10 @@ class SharedBlock:
         width, units = min(KEYS, self.keys), self.d // UNIT
         return unit // (width * units) * KEYS + unit % width, unit // width % units
 
-    def _unit(self, i: int) -> Expr:
-        return T.Bind(owned(i * self.threads, self.tid, self.threads, self.units)[0])
-
     def load(self, block: KeyBlock) -> None:
         """Starts the loads into registers."""
-        for i in range(self.pieces):
-            row, c = self._target(self._unit(i))
+        for i, unit in enumerate(dealt(self.units, self.tid, self.threads)):
+            row, c = self._target(unit)
             if self.kind == "key":
                 self.loaded.load_key(i, block, block.place0 + row, c)
             else:
@@ -146,8 +142,8 @@ class SharedBlock:
 
     def store(self, first: Expr = 0) -> None:
         """Stores what was loaded into `buffer`, from unit `first` on."""
-        for i in range(self.pieces):
-            row, unit = self._target(self._unit(i))
+        for i, piece in enumerate(dealt(self.units, self.tid, self.threads)):
+            row, unit = self._target(piece)
             words, word = self.loaded.pairs(i)
             loaded = T.reinterpret(f"float16x{UNIT}", words[at(word, WORDS)])
             put(self.buffer, loaded, row * self.row_units + unit + first)

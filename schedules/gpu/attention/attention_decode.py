@@ -8,7 +8,7 @@ processes blocks of 32 or 64 keys and keeps its own softmax (`attention_rows.py`
 are loaded once for the whole group. The waves join through LDS at the end. Which split of which token
 a workgroup has: `attention_splits.py`.
 
-Splits join in device memory (`attention_splits.Join`). (On Vulkan a split that is alone stores the output itself.)
+Splits join in device memory (`join_splits`). (On Vulkan a split that is alone stores the output itself.)
 
 With RoPE the token's own key and value never come from the cache: the first wave's softmax starts with them, as float16
 whatever the type of the cache is. So do those of rows before it that are of the same sequence, which other workgroups
@@ -17,7 +17,6 @@ the keys of the cache, the row's own one in the last wave, which has the fewest 
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
@@ -26,7 +25,14 @@ from mlc_amd.schedules.gpu.attention.attention_rows import Rows
 from mlc_amd.schedules.gpu.attention.attention_rows_matrix import MatrixRows
 from mlc_amd.schedules.gpu.attention.attention_rows_shared import SharedRows, rows_on_matrices
 from mlc_amd.schedules.gpu.attention.attention_rows_size import query_dtype
-from mlc_amd.schedules.gpu.attention.attention_splits import DecodePlan, Join, Splits, default_plan, split_of, splits_of
+from mlc_amd.schedules.gpu.attention.attention_splits import (
+    DecodePlan,
+    Splits,
+    default_plan,
+    join_splits,
+    split_of,
+    splits_of,
+)
 from mlc_amd.schedules.gpu.attention.attention_step import Step
 from mlc_amd.schedules.gpu.attention.cache import (
     UNIT,
@@ -231,13 +237,7 @@ def emit(step: Step, arch: Device, plan: DecodePlan | None = None) -> None:
                     pairs, scale = heads.key(token, kv, position), heads.value_scale(token, kv)
                     write_own(cache, heads, place, pairs, lambda e: own_key[e], scale)
             quad = rows.join_waves()
-            join = Join(arch, step, splits, token, part, wave, lane)
-            if arch.api == "vulkan":
-                with T.serial(T.cast(active == 1, "int32")):
-                    join.store_alone(quad)
-            with nullcontext() if arch.api == "rocm" else T.serial(T.cast(active > 1, "int32")):
-                join.store_parts(quad, split)
-                join.arrive_and_join(active)
+            join_splits(arch, step, splits, (token, part), (wave, lane), quad, split, active)
 
 
 def _rotate(heads: Heads, splits: Splits, buffers: tuple[Buffer, Buffer], place: Place, part: Expr, wave: Expr) -> None:

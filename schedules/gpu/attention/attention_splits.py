@@ -4,13 +4,14 @@
 determines, in the kernel, which split of which row a workgroup has: a row that sees many keys has more splits than
 others, none has more than it would have alone, and there are no more workgroups than splits with something to do.
 
-Splits join in device memory, within one launch (`Join`): each stores its rows' outputs, maxima and sums of weights into
-Parts and then increments the atomic counter Arrived of its rows. The split that finds all others arrived joins the
-results and stores the output. Why it reads what the others stored: `arrival.py`.
+Splits join in device memory, within one launch (`join_splits`): each stores its rows' outputs, maxima and sums of
+weights into Parts and then increments the atomic counter Arrived of its rows. The split that finds all others arrived
+joins the results and stores the output. Why it reads what the others stored: `arrival.py`.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -240,85 +241,71 @@ def splits_of_rows(
         before = opaque(before + whole)
 
 
-class Join:
-    """What a thread of a workgroup needs to join part `part` of the heads of row `token` of a step."""
+def join_splits(
+    arch: Device, step: Step, splits: Splits, place: tuple[Expr, Expr], thread: tuple[Expr, Expr],
+    quad: Callable[[Expr, Expr], Joined], split: Expr, active: Expr,
+) -> None:  # fmt: skip
+    """Joins `active` splits of part `part` of the heads of row `token` of a step, of which this workgroup has number
+    `split`, and stores the output. place: (token, part); thread: (wave, lane); quad(row, column): the workgroup's
+    results, of `attention_step.join`."""
+    (token, part), (wave, lane), (Parts, Arrived) = place, thread, step.scratch
+    tid, parts, group, d = T.Bind(wave * arch.wave + lane), step.layer.kv_heads * splits.parts, splits.group, splits.d
+    number = part if isinstance(token, int) else T.Bind(token * parts + part)  # of all parts of all tokens
 
-    def __init__(self, arch: Device, step: Step, splits: Splits, token: Expr, part: Expr, wave: Expr, lane: Expr):
-        self.arch, self.step, self.splits, self.sinks = arch, step, splits, step.sinks
-        self.Parts, self.Arrived = step.scratch
-        self.token, self.part, self.wave, self.lane = token, part, wave, lane
-        self.tid = T.Bind(wave * arch.wave + lane)
-        parts = step.layer.kv_heads * splits.parts
-        self.place = part if isinstance(token, int) else T.Bind(token * parts + part)  # of all parts of all tokens
+    def each_quad() -> Iterator[tuple[Expr | None, Expr, Expr]]:
+        return quads(arch, splits.threads, tid, group, d)
 
-    def _quads(self) -> Iterator[tuple[Expr | None, Expr, Expr]]:
-        return quads(self.arch, self.splits.threads, self.tid, self.splits.group, self.splits.d)
+    def head(row: Expr) -> Expr:
+        return part * group + row
 
-    def _head(self, row: Expr) -> Expr:
-        return self.part * self.splits.group + row
-
-    def _place(self, split: Expr, element: Callable[[Expr], Expr]) -> Expr:
+    def there(split: Expr, element: Expr) -> Expr:
         """Where a split's element is in Parts."""
-        stride = stride_of(self.splits.group, self.splits.d)
-        return self.place * (self.splits.maximum * stride) + split * stride + element
+        stride = stride_of(group, d)
+        return number * (splits.maximum * stride) + split * stride + element
 
-    def _emit(self, values: Sequence[Expr], row: Expr, column: Expr, valid: Expr) -> None:
-        column, y = self._head(row) * self.splits.d + column, [T.Bind(y) for y in values]
-        if (
-            isinstance(self.step.op, CausalAttention) and self.step.op.back
-        ):  # neighbouring lanes have neighbouring columns
-            (y,) = hadamard(self.arch, self.lane, [y], self.step.layer.rotation)
-        self.step.store(self.arch, y, self.token, column, valid)
+    def store(values: Sequence[Expr], row: Expr, column: Expr, valid: Expr) -> None:
+        column, y = head(row) * d + column, [T.Bind(y) for y in values]
+        if isinstance(step.op, CausalAttention) and step.op.back:  # neighbouring lanes have neighbouring columns
+            (y,) = hadamard(arch, lane, [y], step.layer.rotation)
+        step.store(arch, y, token, column, valid)
 
-    def store_alone(self, quad: Callable[[Expr, Expr], Joined]) -> None:
-        """Stores the output where one split has all keys. quad(row, column): the workgroup's results, of
-        `attention_step.join`."""
-        for valid, row, column in self._quads():
-            top, total, values = quad(row, column)
-            inverse = rcp(with_sink(self.sinks, self._head(row), total, top))
-            self._emit([y * inverse for y in values], row, column, valid)
-
-    def store_parts(self, quad: Callable[[Expr, Expr], Joined], split: Expr) -> None:
-        """Stores the workgroup's results, which are complete in device memory when all its threads are after this."""
-        splits = self.splits
-        outbox = Outbox(self.arch, self.tid, splits.threads, (WIDTH, 2))
-        for valid, row, column in self._quads():
+    if arch.api == "vulkan":
+        with T.serial(T.cast(active == 1, "int32")):  # one split has all keys
+            for valid, row, column in each_quad():
+                top, total, values = quad(row, column)
+                inverse = rcp(with_sink(step.sinks, head(row), total, top))
+                store([y * inverse for y in values], row, column, valid)
+    with nullcontext() if arch.api == "rocm" else T.serial(T.cast(active > 1, "int32")):
+        outbox = Outbox(arch, tid, splits.threads, (WIDTH, 2))
+        for valid, row, column in each_quad():
             top, total, out = quad(row, column)
-            tail = splits.group * splits.d + row * WIDTH
+            tail = group * d + row * WIDTH
             # On Vulkan whole 16 bytes of each row, as the outputs are stored.
-            row_values = [top, total] if self.arch.api == "rocm" else [top, total, *[T.float32(0)] * (WIDTH - 2)]
-            outputs = out, None, (self._place(split, row * splits.d + column),)
-            outbox.send(valid, self.Parts, outputs, (row_values, column == 0, (self._place(split, tail),)))
+            row_values = [top, total] if arch.api == "rocm" else [top, total, *[T.float32(0)] * (WIDTH - 2)]
+            outputs = out, None, (there(split, row * d + column),)
+            outbox.send(valid, Parts, outputs, (row_values, column == 0, (there(split, tail),)))
         outbox.publish()
-
-    def arrive_and_join(self, active: Expr) -> None:
-        """Counts this split; the last of the `active` ones joins them all and resets the counter."""
-        old = arrive(self.arch, self.Arrived, self.place, self.tid)
-        with T.serial(T.cast(old == active - 1, "int32")):
-            self._join_splits(active, zero_after(self.arch, old))
-            with T.If(self.tid == 0), T.Then():
-                put(self.Arrived, T.int32(0), self.place)
-
-    def _join_splits(self, active: Expr, later: Expr) -> None:
-        """Joins the splits' results and stores the output. later: 0, known when they may be loaded."""
-        arch, splits, Parts, lane = self.arch, self.splits, self.Parts, self.lane
-        group, d, size = splits.group, splits.d, splits.batch
-        weights = T.alloc_buffer((group, math.ceil(splits.count / size) * size), "float32", scope="shared")
-        for i in each(arch, -(-group // splits.waves)):
-            row = T.Bind(T.min(i * splits.waves + self.wave, T.int32(group - 1)))
-            split, tail = T.Bind(T.min(lane, active - 1) + later), group * d + row * WIDTH
-            top = T.Bind(T.Select(lane < active, Parts[self._place(split, tail)], T.float32(LOWEST)))
-            largest = wave_max(arch, top)
-            weight = exp2(top - largest)
-            total = wave_sum(arch, T.Bind(weight * Parts[self._place(split, tail + 1)]))
-            with T.If(lane < weights.shape[1]), T.Then():
-                put(weights, weight * rcp(with_sink(self.sinks, self._head(row), total, largest)), row, lane)
-        for valid, row, column in self._quads():
-            y = local(WIDTH)
-            put(y, T.broadcast(T.float32(0), WIDTH), at(0, WIDTH))
-            with T.serial((active + size - 1) // size) as batch:
-                for i in range(size):
-                    split = T.Bind(batch * size + i)
-                    found = Parts[at(self._place(T.min(split, active - 1) + later, row * d + column), WIDTH)]
-                    put(y, y[at(0, WIDTH)] + found * T.broadcast(weights[row, split], WIDTH), at(0, WIDTH))
-            self._emit([y[i] for i in range(WIDTH)], row, column, valid)
+        old = arrive(arch, Arrived, number, tid)
+        with T.serial(T.cast(old == active - 1, "int32")):  # the last one joins them all, and resets the counter
+            later, size = zero_after(arch, old), splits.batch  # later: 0, known when results may be loaded
+            weights = T.alloc_buffer((group, math.ceil(splits.count / size) * size), "float32", scope="shared")
+            for i in each(arch, -(-group // splits.waves)):
+                row = T.Bind(T.min(i * splits.waves + wave, T.int32(group - 1)))
+                source, tail = T.Bind(T.min(lane, active - 1) + later), group * d + row * WIDTH
+                top = T.Bind(T.Select(lane < active, Parts[there(source, tail)], T.float32(LOWEST)))
+                largest = wave_max(arch, top)
+                weight = exp2(top - largest)
+                total = wave_sum(arch, T.Bind(weight * Parts[there(source, tail + 1)]))
+                with T.If(lane < weights.shape[1]), T.Then():
+                    put(weights, weight * rcp(with_sink(step.sinks, head(row), total, largest)), row, lane)
+            for valid, row, column in each_quad():
+                y = local(WIDTH)
+                put(y, T.broadcast(T.float32(0), WIDTH), at(0, WIDTH))
+                with T.serial((active + size - 1) // size) as batch:
+                    for i in range(size):
+                        source = T.Bind(batch * size + i)
+                        found = Parts[at(there(T.min(source, active - 1) + later, row * d + column), WIDTH)]
+                        put(y, y[at(0, WIDTH)] + found * T.broadcast(weights[row, source], WIDTH), at(0, WIDTH))
+                store([y[i] for i in range(WIDTH)], row, column, valid)
+            with T.If(tid == 0), T.Then():
+                put(Arrived, T.int32(0), number)

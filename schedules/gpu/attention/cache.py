@@ -43,7 +43,7 @@ from mlc_amd.schedules.gpu.attention.cache_codes import FORMS, Form
 from mlc_amd.schedules.gpu.base.hadamard import hadamard
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
-from mlc_amd.schedules.gpu.base.registers import at, local, put
+from mlc_amd.schedules.gpu.base.registers import at, filled, put
 from mlc_amd.schedules.gpu.base.step import live_rows, when
 from mlc_amd.schedules.operators.attention import KV_BLOCK, PAGE, SLOTS, Attending, Attention, check_quantized
 from mlc_amd.schedules.tir import Buffer, Expr, declared
@@ -222,9 +222,7 @@ class Pages:
     wait for them. key0s: first keys of the first blocks; `take` gives the pages of as many."""
 
     def __init__(self, cache: Cache, slot: Expr, key0s: Sequence[Expr]):
-        self.cache, self.slot, self.cells = cache, slot, [local(1, "int32") for _ in key0s]
-        for cell, key0 in zip(self.cells, key0s, strict=True):
-            put(cell, cache.page(slot, key0), 0)
+        self.cache, self.slot, self.cells = cache, slot, [filled(cache.page(slot, key0)) for key0 in key0s]
 
     def take(self, key0: Expr = None) -> list[Expr]:
         """The pages of this block and of those behind it. key0: of the block behind these, whose look-up begins; None:

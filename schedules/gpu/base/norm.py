@@ -62,20 +62,71 @@ def _total(values: list[Expr], live: Expr | None) -> Expr:
     return total if live is None else T.Select(live, total, T.float32(0))
 
 
+class Columns(NamedTuple):
+    """What a thread has of a row at once."""
+
+    column: Expr  # the first one
+    live: Expr | None  # whether it has any; None: it has
+    values: list[Expr]
+    factors: list[Expr]
+    offsets: list[Expr]
+
+
 @builds(RmsNorm, LayerNorm)
 def norm(op: RmsNorm | LayerNorm, arch: Device, state: Buffer, plan: ThreadsPlan | None) -> None:
     """Kernel (state, X float32 [m, k], G float32 [k], [B float32 [k]], then A, S | H | Y of [m, k], as `layout` says,
     [Y with `both`], [NewScale float32 [m] with `scale_out`]). A workgroup a token. UserError unless 32 divides k."""
     if op.k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {op.k}")
-    threads = threads_of(arch, plan)
-    rows, waves = output_rows(op.rows, op.m), threads // arch.wave
-    own = _Norm(op, arch, waves)
+    k, threads = op.k, threads_of(arch, plan)
+    rows, waves, width = output_rows(op.rows, op.m), threads // arch.wave, threads * WIDTH  # width: columns of a step
+    steps, centered = -(-k // width), isinstance(op, LayerNorm)
+    X, G, B = declared(X=(op.m, k), G=(k,), B=(k,) if isinstance(op, LayerNorm) and op.bias else None)
+    outs = result_args(rows, k, op)
+    (scales,) = declared(NewScale=(rows,) if isinstance(op, RmsNorm) and op.scale_out else None)
     with launch((rows,), (arch.wave, waves)) as (token, lane, wave):
-        own.begin(wave, lane)
-        source, live = _source(state, op, token)
-        with live:
-            own.emit(source, token, holds=arch.api == "rocm" or own.steps <= MAX_STEPS)
+        thread, mean = wave * arch.wave + lane, None
+        part, *means = (T.alloc_buffer((waves,), "float32", scope="shared") for _ in range(1 + centered))
+        source, live_row = _source(state, op, token)
+
+        def load(step: Expr) -> Columns:
+            column, live = step * width + thread * WIDTH, None
+            if k % width and not (isinstance(step, int) and (step + 1) * width <= k):  # others get the last ones
+                column, live = T.min(column, T.int32(k - WIDTH)), column < k
+            column = T.Bind(column)
+            offsets = [T.float32(0)] * WIDTH if B is None else load_columns(B, column)
+            return Columns(column, live, load_columns(X, source, column), load_columns(G, column), offsets)
+
+        def loop() -> Iterator[Columns]:
+            with T.serial(steps) as i:
+                yield load(i)
+
+        def each_step() -> Iterator[Columns]:
+            for step in loaded or loop():
+                yield step if mean is None else step._replace(values=[T.Bind(v - mean) for v in step.values])
+
+        def total_of(what: Callable[..., Expr], part: Buffer) -> Expr:
+            """The sum over the row, whose waves meet in `part`."""
+            total = filled(T.float32(0))
+            for step in each_step():
+                put(total, total[0] + what(step.values, step.live), 0)
+            return workgroup_sum(arch, waves, total[0], part, wave, lane)
+
+        with live_row:
+            # columns stay in registers, or are read for each sum, and to store them
+            loaded = [load(i) for i in range(steps)] if arch.api == "rocm" or steps <= MAX_STEPS else []
+            if centered:
+                mean = T.Bind(total_of(_total, means[0]) * T.float32(1 / k))
+            scale = row_scale(total_of(square, part), k, op.eps)
+            if scales is not None:
+                with T.If(thread == 0), T.Then():
+                    T.buffer_store(scales, scale, [token])
+            for column, live, values, factors, offsets in each_step():
+                y = scaled(values, scale, factors)
+                if B is not None:
+                    y = [T.Bind(v + offset) for v, offset in zip(y, offsets, strict=True)]
+                for layout, out in outs:
+                    emit_store(arch, layout, out, y, token, column, live)
 
 
 @registry.plans(RmsNorm, LayerNorm)
@@ -98,82 +149,3 @@ def _source(state: Buffer, op: RmsNorm | LayerNorm, token: Expr) -> tuple[Expr, 
     exists = token < T.min(state[0] + 1, live_rows(state, m, minimum=0))
     # a loop of 0 or 1 iterations: TVM refuses barriers in an `if`
     return T.Bind(T.Select(token < state[0], token, last)), T.serial(T.cast(exists, "int32"))
-
-
-class Columns(NamedTuple):
-    """What a thread has of a row at once."""
-
-    column: Expr  # the first one
-    live: Expr | None  # whether it has any; None: it has
-    values: list[Expr]
-    factors: list[Expr]
-    offsets: list[Expr]
-
-
-class _Norm:
-    """Declares a norm's parameters after `state` (B, scales: or None), then the work of a workgroup on a row."""
-
-    def __init__(self, op: RmsNorm | LayerNorm, arch: Device, waves: int):
-        k, rows = op.k, output_rows(op.rows, op.m)
-        self.op, self.arch, self.waves = op, arch, waves
-        self.width = waves * arch.wave * WIDTH  # columns of a step
-        self.steps, self.centered = -(-k // self.width), isinstance(op, LayerNorm)
-        biased, scales = isinstance(op, LayerNorm) and op.bias, isinstance(op, RmsNorm) and op.scale_out
-        self.X, self.G, self.B = declared(X=(op.m, k), G=(k,), B=(k,) if biased else None)
-        self.outs = result_args(rows, k, op)
-        (self.scales,) = declared(NewScale=(rows,) if scales else None)
-
-    def begin(self, wave: Expr, lane: Expr) -> None:
-        """To be called in the launch."""
-        self.wave, self.lane, self.thread = wave, lane, wave * self.arch.wave + lane
-        self.part = T.alloc_buffer((self.waves,), "float32", scope="shared")
-        self.means: Buffer = T.alloc_buffer((self.waves,), "float32", scope="shared") if self.centered else None
-
-    def emit(self, source: Expr, token: Expr, holds: bool) -> None:
-        """Row `source` of X becomes row `token` of the outputs. holds: its columns stay in registers; otherwise it is
-        read for each sum, and to store it."""
-        mean = None
-
-        def load(step: Expr) -> Columns:
-            column, live = self._column(step)
-            offsets = [T.float32(0)] * WIDTH if self.B is None else load_columns(self.B, column)
-            return Columns(column, live, load_columns(self.X, source, column), load_columns(self.G, column), offsets)
-
-        loaded = [load(i) for i in range(self.steps)] if holds else []
-
-        def each_step() -> Iterator[Columns]:
-            for step in loaded or map(load, self._loop()):
-                yield step if mean is None else step._replace(values=[T.Bind(v - mean) for v in step.values])
-
-        def total_of(what: Callable[..., Expr], part: Buffer) -> Expr:
-            """The sum over the row, whose waves meet in `part`."""
-            total = filled(T.float32(0))
-            for step in each_step():
-                put(total, total[0] + what(step.values, step.live), 0)
-            return workgroup_sum(self.arch, self.waves, total[0], part, self.wave, self.lane)
-
-        if self.centered:
-            mean = T.Bind(total_of(_total, self.means) * T.float32(1 / self.op.k))
-        scale = row_scale(total_of(square, self.part), self.op.k, self.op.eps)
-        if self.scales is not None:
-            with T.If(self.thread == 0), T.Then():
-                T.buffer_store(self.scales, scale, [token])
-        for column, live, values, factors, offsets in each_step():
-            y = scaled(values, scale, factors)
-            if self.B is not None:
-                y = [T.Bind(v + offset) for v, offset in zip(y, offsets, strict=True)]
-            for layout, out in self.outs:
-                emit_store(self.arch, layout, out, y, token, column, live)
-
-    def _loop(self) -> Iterator[Expr]:
-        with T.serial(self.steps) as i:
-            yield i
-
-    def _column(self, step: Expr) -> tuple[Expr, Expr | None]:
-        """(first column, live) of this thread in that step; live is None where all threads have columns. Others get
-        the last ones."""
-        k, width = self.op.k, self.width
-        column = step * width + self.thread * WIDTH
-        if k % width == 0 or (isinstance(step, int) and (step + 1) * width <= k):
-            return T.Bind(column), None
-        return T.Bind(T.min(column, T.int32(k - WIDTH))), column < k

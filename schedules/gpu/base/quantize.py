@@ -62,52 +62,25 @@ def unit_size(group: int) -> int:
     return RUNS * TOKENS * group * RUN
 
 
-def store_pairs(out: Buffer, token: Expr, column: Expr, x: Sequence[Expr]) -> None:
-    """Writes columns `column`.. (a multiple of 4) of a token: x, float16 registers, fours of them, into out [m, k]."""
-    for start, values in _quads(column, x):
+RUNS_OF = ("pairs", "lanes")  # layouts of runs
+
+
+def _store_runs(out: Buffer, token: Expr, column: Expr, x: Sequence[Expr]) -> None:
+    """Writes columns `column`.. (a multiple of 4) of a token: x, float16 registers, fours of them, into `out` in the
+    layout "pairs", or with three dimensions in "lanes"."""
+    for first in range(0, len(x), 4):
+        start = T.Bind(column + first)
         quad = T.Bind(start % BLOCK // 4)
-        place = T.Bind(start // BLOCK * BLOCK + quad % RUNS * RUN + quad // RUNS * 2)
-        for odd, pair in enumerate(_pairs(values)):
-            T.buffer_store(out, pair, [token, T.ramp(place + 4 * odd, 1, 2)])
-
-
-def store_lanes(out: Buffer, token: Expr, column: Expr, x: Sequence[Expr]) -> None:
-    """As `store_pairs`, into `out` in the layout "lanes"."""
-    group = _group(out)
-    for start, values in _quads(column, x):
-        quad, block = T.Bind(start % BLOCK // 4), T.Bind(start // BLOCK)
-        lane = T.Bind(token % TOKENS * group + block % group)
-        place = T.Bind((quad % RUNS * (TOKENS * group) + lane) * RUN + quad // RUNS * 2)
-        for odd, pair in enumerate(_pairs(values)):
-            T.buffer_store(out, pair, [token // TOKENS, block // group, T.ramp(place + 4 * odd, 1, 2)])
-
-
-def store_run(out: Buffer, token: Expr, column: Expr, x: Sequence[Expr]) -> None:
-    """As `store_lanes`, columns `column`.. and column + 16.., four each: a run. column: a multiple of 4 in the first
-    half of a block."""
-    block, run, group = T.Bind(column // BLOCK), T.Bind(column % BLOCK // 4), _group(out)
-    lane = T.Bind(token % TOKENS * group + block % group)
-    place = T.ramp((run * (TOKENS * group) + lane) * RUN, 1, RUN)
-    order = [x[i // 2 % 2 * 4 + 2 * (i % 2) + i // 4] for i in range(RUN)]
-    T.buffer_store(out, vector(order), [token // TOKENS, block // group, place])
-
-
-def _group(H: Buffer) -> int:
-    """Blocks of a unit of H in the layout "lanes"."""
-    return int(H.shape[2]) // unit_size(1)
-
-
-def _quads(column: Expr, x: Sequence[Expr]) -> list[tuple[Expr, Sequence[Expr]]]:
-    """(first column, its values) of every four."""
-    return [(T.Bind(column + first), x[first : first + 4]) for first in range(0, len(x), 4)]
-
-
-def _pairs(x: Sequence[Expr]) -> list[Expr]:
-    """The even and the odd columns of four as float16x2."""
-    return [T.Shuffle([x[odd], x[odd + 2]], [T.int32(0), T.int32(1)]) for odd in (0, 1)]
-
-
-RUNS_OF = {"pairs": store_pairs, "lanes": store_lanes}  # layouts of runs: what writes columns of a token
+        if len(out.shape) == 2:
+            index, place = [token], start // BLOCK * BLOCK + quad % RUNS * RUN
+        else:
+            group, block = int(out.shape[2]) // unit_size(1), T.Bind(start // BLOCK)
+            lane = T.Bind(token % TOKENS * group + block % group)
+            index, place = [token // TOKENS, block // group], (quad % RUNS * (TOKENS * group) + lane) * RUN
+        place = T.Bind(place + quad // RUNS * 2)
+        for odd in range(2):
+            pair = T.Shuffle([x[first + odd], x[first + odd + 2]], [T.int32(0), T.int32(1)])
+            T.buffer_store(out, pair, [*index, T.ramp(place + 4 * odd, 1, 2)])
 
 
 def act_args(m: int, k: int, layout: str, names: Sequence[str] | None = None) -> list[Buffer]:
@@ -129,14 +102,9 @@ def result_args(m: int, k: int, op: RmsNorm | LayerNorm | NormRoute) -> list[tup
     return [(layout, act_args(m, k, layout, None if layout else ["Y"])) for layout in layouts]
 
 
-def columns(base: Expr) -> Expr:
-    """The index vector of a lane's columns."""
-    return T.ramp(base, 1, WIDTH)
-
-
 def load_columns(buf: Buffer, *index: Expr) -> list[Expr]:
     """Four float32 registers of consecutive columns."""
-    x = T.Bind(buf[(*index[:-1], columns(index[-1]))])
+    x = T.Bind(buf[(*index[:-1], at(index[-1], WIDTH))])
     return [T.Bind(lane_of(x, i)) for i in range(WIDTH)]
 
 
@@ -159,20 +127,22 @@ def clamped(x: Expr) -> Expr:
 def emit_store(
     arch: Device, layout: str, out: list[Buffer], x: list[Expr], token: Expr, column: Expr, live: Expr | None = None
 ) -> None:
-    """Writes a lane's columns of a token in that `layout`. x: four float32 registers, columns `column`.. (a multiple of
-    4). For "rows" eight neighbouring lanes hold a block, and all lanes of the wave must call this. live: a condition
-    (the same in all lanes of a block), without which nothing is written."""
+    """Writes a lane's columns of a token in that `layout`. x: float32 registers, columns `column`.. (a multiple of
+    their number), fours of them; with "" and "rows" it may be one. For "rows", at most four, neighbouring lanes hold a
+    block, and all lanes of the wave must call this. live: a condition (the same in all lanes of a block), without which
+    nothing is written."""
     word, fields = None, []
     if layout == "rows":
         (word,), fields = quantize_block(arch, x)
     with when(live):
         if layout == "":
-            T.buffer_store(out[0], vector(x), [token, columns(column)])
-        elif (kind := kind_of(layout)) in RUNS_OF:
-            RUNS_OF[kind](out[0], token, column, [T.cast(clamped(v), "float16") for v in x])
+            T.buffer_store(out[0], vector(x), [token, at(column, len(x))])
+        elif kind_of(layout) in RUNS_OF:
+            _store_runs(out[0], token, column, [T.cast(clamped(v), "float16") for v in x])
         else:
             block = T.Bind(T.shift_right(column, T.int32(5)))
-            T.buffer_store(out[0], T.reinterpret(f"int8x{WIDTH}", word), [token, block, columns(column & (BLOCK - 1))])
+            q = T.reinterpret(f"int8x{len(x)}", word) if len(x) > 1 else T.cast(word, "int8")
+            T.buffer_store(out[0], q, [token, block, at(column & (BLOCK - 1), len(x))])
             with T.If((column & (BLOCK - 1)) == 0), T.Then():
                 T.buffer_store(out[1], vector(fields), [token, block, T.ramp(0, 1, FIELDS)])
 
@@ -204,30 +174,6 @@ def quantize_block(arch: Device, x: list[Expr]) -> tuple[list[Expr], list[Expr]]
     high = shuffle_xor(arch, low, lanes - 1 if lanes < BLOCK else lanes // 2)  # whichever AMD's GPUs have
     d = T.Bind(top * T.float32(1 / 127))
     return words, [d, *(d * T.cast(part, "float32") for part in (low + high, low, high))]
-
-
-def store_floats(layout: str, out: Buffer, token: Expr, row: Expr, y: list[Expr], run: bool = False) -> None:
-    """y, float32 of consecutive rows, in the layout "" or, four of them, "pairs" or "lanes". run: eight,
-    columns as of `store_run`."""
-    kind = kind_of(layout)
-    if run and kind != "lanes":
-        for half in range(2):
-            store_floats(layout, out, token, row + half * (BLOCK // 2), y[4 * half : 4 * half + 4])
-        return
-    if kind in RUNS_OF:
-        y = [T.cast(clamped(x), "float16") for x in y]
-        (store_run if run else RUNS_OF[kind])(out, token, row, y)
-    else:
-        T.buffer_store(out, vector(y), [token, at(row, len(y))])
-
-
-def store_block(arch: Device, out: list[Buffer], token: Expr, row: Expr, y: Expr) -> None:
-    """y, one float32 of each of 32 neighbouring lanes, as a block in the layout "rows"."""
-    A, S = out
-    column, ((word,), fields) = T.Bind(row % BLOCK), quantize_block(arch, [y])
-    T.buffer_store(A, T.cast(word, "int8"), [token, row // BLOCK, column])
-    with T.If(column == 0), T.Then():
-        T.buffer_store(S, vector(fields), [token, row // BLOCK, T.ramp(0, 1, FIELDS)])
 
 
 @builds(Quantize)

@@ -35,6 +35,12 @@ def owned(first: Expr, mine: Expr, threads: int, count: int) -> tuple[Expr, Expr
     return T.min(place, T.int32(count - 1)), place < count
 
 
+def dealt(total: int, thread: Expr, threads: int) -> Iterator[Expr]:
+    """The numbers of what a thread has of `total`; surplus threads repeat the last one."""
+    for first in range(0, total, threads):
+        yield T.Bind(owned(first, thread, threads, total)[0])
+
+
 def at(base: Expr, n: int) -> Expr:
     """The index vector base, ..., base+n-1 (a buffer's last index only)."""
     return T.ramp(base, 1, n) if n > 1 else base
@@ -80,8 +86,7 @@ class Held:
     def __init__(self, first: Any):
         """first: what the first step finds."""
         self._like = first
-        self._cells = [local(1, str(x.ty)) for x in _leaves(first)]
-        self.keep(first)
+        self._cells = [filled(x) for x in _leaves(first)]
 
     def keep(self, values: Any) -> None:
         """What the next step finds; nested as the first."""

@@ -155,10 +155,8 @@ def _received(
 ) -> list[list[Expr]]:
     """The halves of each sender's pair at `places`, once they arrive, and empties these; sets late[0] to 1 if they do
     not."""
-    cells, waiting, spent, idle = local(2 * len(places), "int64"), *(local(1, "int32") for _ in range(3))
-    put(waiting, T.Select(late[0] == 0, T.int32(1), T.int32(0)), 0)
-    put(spent, T.int32(0), 0)
-    put(idle, places[0], 0)
+    cells, waiting = local(2 * len(places), "int64"), filled(T.Select(late[0] == 0, T.int32(1), T.int32(0)))
+    spent, idle = filled(T.int32(0)), filled(places[0])
     with T.While(waiting[0] != 0):
         missing = T.bool(False)
         for source, place in enumerate(places):

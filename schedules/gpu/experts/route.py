@@ -141,9 +141,7 @@ class Held:
         for first in range(0, groups, self.arch.wave):
             group = T.Bind(self.lane + first)
             with T.If(group < groups), T.Then():
-                best, second = local(1), local(1)
-                put(best, T.float32(LOWEST), 0)
-                put(second, T.float32(LOWEST), 0)
+                best, second = filled(T.float32(LOWEST)), filled(T.float32(LOWEST))
                 with T.serial(size) as i:
                     x = T.Bind(self.all[group * size + i])
                     put(second, T.Select(x > best[0], best[0], T.Select(x > second[0], x, second[0])), 0)
@@ -259,9 +257,7 @@ def norm_route(op: NormRoute, arch: Device, state: Buffer, plan: None) -> None:
             unit, live = unit_of(T.min(step, T.int32(steps - 1)))
             own.append((load_columns(X, 0, unit * WIDTH), load_columns(G, unit * WIDTH), unit, step < steps, live))
 
-        square, product = local(1), local(1)
-        put(square, T.float32(0), 0)
-        put(product, T.float32(0), 0)
+        square, product = filled(T.float32(0)), filled(T.float32(0))
 
         def add(first: Expr, number: int) -> None:
             loaded = []

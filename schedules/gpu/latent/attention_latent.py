@@ -17,7 +17,7 @@ from mlc_amd.schedules.gpu.base.device import launch, uniform
 from mlc_amd.schedules.gpu.base.profiles import Profile
 from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, checked_shape, part_size, shape_of, tile_of
 from mlc_amd.schedules.gpu.latent.attention_latent_wave import WAVES as JOIN_WAVES
-from mlc_amd.schedules.gpu.latent.attention_latent_wave import Join, Wave, attend, chunks_of, place_in_tile
+from mlc_amd.schedules.gpu.latent.attention_latent_wave import Wave, attend, chunks_of, join, place_in_tile
 from mlc_amd.schedules.operators.attention import Attention, CausalAttention
 from mlc_amd.schedules.space import Kernel, planned
 from mlc_amd.schedules.tir import Buffer, Expr
@@ -137,11 +137,8 @@ def _emit_join(step: Step, arch: Profile, tile: Tile, tiles: Tiles, Parts: Buffe
             row, first = (T.Bind(x + chunk.row(0) * heads) for x in (own, first_row))
             there = place_in_tile(row, first, rows_of(step), arch.fragment[0])
 
-            def found(split: Expr) -> Expr:
-                return (place * tiles.splits + split) * size
-
-            join = Join(step, arch, tile, Parts, tiles.splits, active, found, there)
-            join.emit(part, lane, wave, lambda: step.token_and_head(row))
+            splits = Parts, tiles.splits, active, lambda split: (place * tiles.splits + split) * size
+            join(step, arch, tile, splits, there, (part, lane, wave), lambda: step.token_and_head(row))
 
 
 CHOICES = {

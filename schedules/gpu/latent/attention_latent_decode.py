@@ -17,10 +17,9 @@ from mlc_amd.schedules.gpu.base.profiles import Device, Profile
 from mlc_amd.schedules.gpu.base.registers import opaque
 from mlc_amd.schedules.gpu.latent.attention_latent import CHOICES, rows_of
 from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, checked_shape, part_size, shape_of, suits
-from mlc_amd.schedules.gpu.latent.attention_latent_wave import WAVES, Join, Wave, attend, chunks_of, place_in_tile
+from mlc_amd.schedules.gpu.latent.attention_latent_wave import WAVES, Wave, attend, chunks_of, join, place_in_tile
 from mlc_amd.schedules.operators.attention import Attention, CausalAttention
 from mlc_amd.schedules.space import Kernel, planned
-from mlc_amd.schedules.tir import Expr
 
 MOST = (1 << FIELD) - 1  # splits of a row
 
@@ -121,13 +120,9 @@ def _emit_join(step: Step, arch: Profile, plan: LatentDecodePlan, splits: Splits
         part = T.Bind(head // plan.rows)
         row = T.Bind(token * heads + head)
         row_place = place_in_tile(row, T.Bind(token * heads + part * plan.rows), rows_of(step), fragment)
-
-        def found(split: Expr) -> Expr:
-            return ((before + split) * splits.parts + part) * size
-
+        own = step.scratch[0], splits.count, active, lambda split: ((before + split) * splits.parts + part) * size
         with T.serial(T.cast(active > 0, "int32")):
-            join = Join(step, arch, plan, step.scratch[0], splits.count, active, found, row_place)
-            join.emit(chunk, lane, wave, lambda: (token, head))
+            join(step, arch, plan, own, row_place, (chunk, lane, wave), lambda: (token, head))
 
 
 @planned(CHOICES, lambda op, arch: plan_of(op.layer, op.m, arch))

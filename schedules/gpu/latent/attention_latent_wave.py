@@ -10,7 +10,7 @@ consecutive rows. A block of keys goes through shared memory once, as rows of ke
 Weights are 2**(score - top), as in `attention_prefill_coop.py`: `top` is renewed, and the outputs are rescaled, when a
 weight would exceed 2**LIMIT.
 
-Splits join in a launch of their own (`Join`): all rows' results of many splits are too much for one workgroup to load.
+Splits join in a launch of their own (`join`): all rows' results of many splits are too much for one workgroup to load.
 A part is what a workgroup has of its tile, float32: the outputs of its rows [rows, value_d], then (top, total) of each.
 Outputs and totals are sums of weights relative to `top`.
 """
@@ -282,58 +282,47 @@ def place_in_tile(row: Expr, first: Expr, rows: int, fragment: int) -> Expr:
     return T.Bind(begin + row - T.min(first + begin, T.int32(rows - fragment)))
 
 
-class Join:
-    """Joins a row of a tile, in a workgroup of WAVES waves; all its threads must make one. most: splits that there may
-    be, of which there are `active`; part(split): where its part begins in Parts; row: in the tile."""
-
-    def __init__(
-        self, step: Step, arch: Profile, tile: Tile, Parts: Buffer, most: int, active: Expr, part: Part, row: Expr
-    ):
-        self.step, self.arch, self.d, self.row = step, arch, step.layer.value_d, row
-        self.tile, self.Parts, self.active, self.part = tile, Parts, active, part
-        self.weights = T.alloc_buffer((-(-most // arch.wave) * arch.wave,), "float32", scope="shared")
-        self.sums = T.alloc_buffer((WAVES, arch.wave * WIDTH), "float32", scope="shared")
-
-    def _weigh(self, head: Expr, lane: Expr, wave: Expr) -> None:
-        """The splits' weights, which add up to 1, in shared memory; a lane has a split or several."""
-        arch, tops, totals = self.arch, [], []
-        firsts = range(0, int(self.weights.shape[0]), arch.wave)
-        for first in firsts:
-            split, has = T.Bind(T.min(first + lane, self.active - 1)), first + lane < self.active
-            place = T.Bind(self.part(split) + self.tile.rows * self.d + self.row * 2)
-            tops.append(T.Bind(T.Select(has, self.Parts[place], T.float32(LOWEST))))
-            totals.append(T.Bind(T.Select(has, self.Parts[place + 1], T.float32(0))))
-        largest = wave_max(arch, T.Bind(functools.reduce(maximum, tops)))
-        powers = [T.Bind(exp2(top - largest)) for top in tops]
-        total = T.float32(0)
-        for power, own in zip(powers, totals, strict=True):
-            total = total + power * own
-        inverse = T.Bind(rcp(with_sink(self.step.sinks, head, wave_sum(arch, T.Bind(total)), largest, 0)))
-        with T.If(wave == 0), T.Then():
-            for first, power in zip(firsts, powers, strict=True):
-                put(self.weights, power * inverse, first + lane)
-        barrier()
-
-    def emit(self, chunk: Expr, lane: Expr, wave: Expr, place: Callable[[], tuple[Expr, Expr]]) -> None:
-        """Stores the row's columns number `chunk`, WIDTH of each lane. place(): its token and head."""
-        count = self.arch.wave * WIDTH
-        column = T.Bind(chunk * count + lane * WIDTH)
-        inside = None if self.d % count == 0 else column < self.d
-        token, head = place()
-        self._weigh(head, lane, wave)
-        y, safe = local(WIDTH), column if inside is None else T.Bind(T.min(column, T.int32(self.d - WIDTH)))
-        put(y, T.broadcast(T.float32(0), WIDTH), at(0, WIDTH))
-        with T.serial((self.active + (WAVES * BATCH - 1)) // (WAVES * BATCH)) as batch:
-            for i in range(BATCH):
-                split = T.Bind((batch * BATCH + i) * WAVES + wave)
-                there = T.Bind(T.min(split, self.active - 1))
-                weight = T.Bind(T.Select(split < self.active, self.weights[there], T.float32(0)))
-                found = self.Parts[at(T.Bind(self.part(there) + self.row * self.d + safe), WIDTH)]
-                put(y, y[at(0, WIDTH)] + found * T.broadcast(weight, WIDTH), at(0, WIDTH))
-        put(self.sums, y[at(0, WIDTH)], wave, at(lane * WIDTH, WIDTH))
-        barrier()
-        with T.If(wave == 0), T.Then():
-            for n in range(1, WAVES):
-                put(y, y[at(0, WIDTH)] + self.sums[n, at(lane * WIDTH, WIDTH)], at(0, WIDTH))
-            values = [T.Bind(y[i]) for i in range(WIDTH)]
-            self.step.store(self.arch, values, token, T.Bind(head * self.d + column), inside)
+def join(
+    step: Step, arch: Profile, tile: Tile, splits: tuple[Buffer, int, Expr, Part], row: Expr,
+    thread: tuple[Expr, Expr, Expr], place: Callable[[], tuple[Expr, Expr]],
+) -> None:  # fmt: skip
+    """Joins and stores columns number `chunk` of a row of a tile, WIDTH of each lane, in a workgroup of WAVES waves;
+    all its threads must call this. splits: (Parts, how many there may be, how many are active, part(split): where its
+    part begins in Parts); row: in the tile; thread: (chunk, lane, wave); place(): the row's token and head."""
+    (Parts, most, active, part), (chunk, lane, wave), d = splits, thread, step.layer.value_d
+    firsts, count = range(0, -(-most // arch.wave) * arch.wave, arch.wave), arch.wave * WIDTH
+    weights = T.alloc_buffer((firsts.stop,), "float32", scope="shared")
+    sums = T.alloc_buffer((WAVES, count), "float32", scope="shared")
+    column = T.Bind(chunk * count + lane * WIDTH)
+    inside = None if d % count == 0 else column < d
+    token, head = place()
+    # the splits' weights, which add up to 1; a lane has a split or several
+    tops, totals = [], []
+    for first in firsts:
+        split, has = T.Bind(T.min(first + lane, active - 1)), first + lane < active
+        there = T.Bind(part(split) + tile.rows * d + row * 2)
+        tops.append(T.Bind(T.Select(has, Parts[there], T.float32(LOWEST))))
+        totals.append(T.Bind(T.Select(has, Parts[there + 1], T.float32(0))))
+    largest = wave_max(arch, T.Bind(functools.reduce(maximum, tops)))
+    powers = [T.Bind(exp2(top - largest)) for top in tops]
+    total = sum((power * own for power, own in zip(powers, totals, strict=True)), T.float32(0))
+    inverse = T.Bind(rcp(with_sink(step.sinks, head, wave_sum(arch, T.Bind(total)), largest, 0)))
+    with T.If(wave == 0), T.Then():
+        for first, power in zip(firsts, powers, strict=True):
+            put(weights, power * inverse, first + lane)
+    barrier()
+    y, safe = local(WIDTH), column if inside is None else T.Bind(T.min(column, T.int32(d - WIDTH)))
+    put(y, T.broadcast(T.float32(0), WIDTH), at(0, WIDTH))
+    with T.serial((active + (WAVES * BATCH - 1)) // (WAVES * BATCH)) as batch:
+        for i in range(BATCH):
+            split = T.Bind((batch * BATCH + i) * WAVES + wave)
+            there = T.Bind(T.min(split, active - 1))
+            weight = T.Bind(T.Select(split < active, weights[there], T.float32(0)))
+            found = Parts[at(T.Bind(part(there) + row * d + safe), WIDTH)]
+            put(y, y[at(0, WIDTH)] + found * T.broadcast(weight, WIDTH), at(0, WIDTH))
+    put(sums, y[at(0, WIDTH)], wave, at(lane * WIDTH, WIDTH))
+    barrier()
+    with T.If(wave == 0), T.Then():
+        for n in range(1, WAVES):
+            put(y, y[at(0, WIDTH)] + sums[n, at(lane * WIDTH, WIDTH)], at(0, WIDTH))
+        step.store(arch, [T.Bind(y[i]) for i in range(WIDTH)], token, T.Bind(head * d + column), inside)

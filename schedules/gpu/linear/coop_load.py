@@ -7,7 +7,6 @@ loads of one step can be in flight while the step before is multiplied:
     fetch       the global loads of a unit, from `load.views`
     runs        what was fetched as runs of eight float16 weights
     decoder     the same of codes, one run at a time
-    activations the same of activations that are float32 in their natural order
 
 Arithmetic is packed float16: a code in the low bits of 0x6400 reads as 1024 + code, from which the code that means 0 is
 subtracted exactly. A nibble may stay in bits 4 to 7 of 0x5400, which reads as 64 + code. So become FP4's magnitudes,
@@ -27,7 +26,7 @@ from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import RUN, RUN_COLUMNS, RUNS
 from mlc_amd.schedules.gpu.base.registers import at, chosen, elements, lane_of, opaque, vector
 from mlc_amd.schedules.gpu.linear import load
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.tir import Expr
 
 Fetched = load.Unit | list[Expr]  # of codes, or float columns as loaded
 Words = Mapping[str, Sequence[Expr]]  # by code plane
@@ -58,13 +57,6 @@ def runs(arch: Device, fmt: Format, fetched: Fetched, span: int) -> list[Expr]:
     return [run(j) for run in decoders for j in range(RUNS)]
 
 
-def activations(X: Buffer, token: Expr, block: Expr) -> list[Expr]:
-    """The four runs of a block of float32 activations X [m, k] as float16x8."""
-    quads = [T.Bind(X[token, at(block * BLOCK + first, 4)]) for first in range(0, BLOCK, 4)]
-    columns = [T.cast(lane_of(x, i), "float16") for x in quads for i in range(4)]
-    return [_run(columns, j) for j in range(RUNS)]
-
-
 def _run(columns: Sequence[Expr], j: int) -> Expr:
     return T.Bind(vector([columns[c] for c in RUN_COLUMNS[j]]))
 
@@ -91,7 +83,7 @@ def decoder(
         return runs(arch, fmt, fetched, 1).__getitem__
     exponents = [T.uint32(bits) if isinstance(bits, int) else bits for bits in exponents]
     scales = load.scales(fmt, fetched, block)
-    words, permutes = load.block_words(fmt, fetched, block), arch.api == "rocm"
+    words, permutes = load.block_words(fetched, block), arch.api == "rocm"
     factors, minimums = scales.factors(), None
     if fmt.table == FP4_VALUES and permutes:
         pairs = _per_pair(factors)
@@ -100,8 +92,8 @@ def decoder(
     if fmt.minimum:
         # counted from the middle of the codes, so that rounding the scale moves the outermost weights least
         zero = 1 << (sum(PLANE_BITS[plane] for plane in codes) - 1)
-        lows = [scales.minimum if sub is None else T.float32(0) - scales.minimum * sub for sub in scales.sub_minimum]
-        minimums = _per_pair([factor * T.float32(zero) + low for factor, low in zip(factors, lows, strict=True)])
+        pairs = zip(factors, scales.lows(), strict=True)
+        minimums = _per_pair([factor * T.float32(zero) + low for factor, low in pairs])
     factors = _per_pair(factors)
 
     nibbles = list(codes) == ["Q4"]

@@ -13,7 +13,7 @@ after it read their input, and the sums of x*x of some columns (`layouts.SUMMED`
                                        be larger than float16 can hold
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
@@ -21,8 +21,8 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.gpu.base.device import rcp, wave_sum
 from mlc_amd.schedules.gpu.base.norm import row_scale
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, clamped, emit_store, store_lanes, store_run
-from mlc_amd.schedules.gpu.base.registers import at, elements, filled, lane_of, put, vector
+from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store
+from mlc_amd.schedules.gpu.base.registers import at, elements, filled, lane_of, put
 from mlc_amd.schedules.gpu.base.step import all_of, when
 from mlc_amd.schedules.gpu.recurrent.lane_rows import width_of
 from mlc_amd.schedules.operators.layouts import SUMMED, kind_of
@@ -32,7 +32,7 @@ from mlc_amd.schedules.tir import Buffer, Expr
 # numbers down to 1 / 256 of that keep all bits of float16.
 MARGIN = 2.0**-6
 
-Loaded = tuple[Expr | None, list[Expr]]  # of `PreparedNorm.load`
+Loaded = tuple[Expr | None, Expr]  # of `PreparedNorm.load`
 
 
 class PreparedNorm:
@@ -48,33 +48,25 @@ class PreparedNorm:
         self.out = act_args(self.m, self.n, self.layout, ["Hn"] if kind_of(self.layout) == "lanes" else ["An", "Sn"])
         self.squares = T.arg("NewSquares", T.buffer((self.m, self.n // self.summed), "float32"))
 
-    def load(self, token: Expr, rows: Sequence[Expr], count: int = WIDTH) -> Loaded:
-        """What `store` takes besides. rows: the first ones of its parts, of `count` rows each."""
-        scale = None if self.scale is None else T.Bind(self.scale[token])
-        return scale, [T.Bind(self.G[at(row, count)]) for row in rows]
+    def load(self, token: Expr, row: Expr, count: int = WIDTH) -> Loaded:
+        """What `store` takes besides, for `count` rows."""
+        return None if self.scale is None else T.Bind(self.scale[token]), T.Bind(self.G[at(row, count)])
 
     def store(
-        self, arch: Device, token: Expr, row: Expr, parts: Sequence[Expr], loaded: Loaded, live: Expr | None = None,
-        stride: int = 1,
-    ) -> None:  # fmt: skip
-        """parts: a float32x4 or float32x8 of rows `row`.. of a token, or two float32x4 of a run of the layout "lanes".
-        The lanes that have the other rows of a sum are `stride` apart, and must call this, too. live: as of
-        `emit_store`."""
-        values = [[T.Bind(value) for value in elements(x)] for x in parts]
-        scale, g = loaded
-        scaled = [v * lane_of(of, i) for x, of in zip(values, g, strict=True) for i, v in enumerate(x)]
-        if scale is None:
-            emit_store(arch, self.layout, self.out, [T.Bind(v) for v in scaled], token, row, live)
-        else:
+        self, arch: Device, token: Expr, row: Expr, x: Expr, loaded: Loaded, live: Expr | None = None, stride: int = 1
+    ) -> None:
+        """x: a float32x4 or float32x8 of rows `row`.. of a token. The lanes that have the other rows of a sum are
+        `stride` apart, and must call this, too. live: as of `emit_store`."""
+        values, (scale, g) = [T.Bind(value) for value in elements(x)], loaded
+        scaled = [v * lane_of(g, i) for i, v in enumerate(values)]
+        if scale is not None:
             factor = T.Bind(scale * T.float32(MARGIN))
-            halves = [T.cast(clamped(v * factor), "float16") for v in scaled]
-            (store_lanes if len(values) == 1 else store_run)(self.out[0], token, row, halves)
-        totals = []
-        for part in values:
-            squares = [v * v for v in part]
-            totals.append(wave_sum(arch, T.Bind(sum(squares[1:], squares[0])), self.summed // len(part), stride))
+            scaled = [v * factor for v in scaled]
+        emit_store(arch, self.layout, self.out, [T.Bind(v) for v in scaled], token, row, live)
+        squares = [v * v for v in values]
+        total = wave_sum(arch, T.Bind(sum(squares[1:], squares[0])), self.summed // len(values), stride)
         with when(all_of([row % self.summed == 0] + ([] if live is None else [live]))):
-            T.buffer_store(self.squares, vector(totals), [token, at(row // self.summed, len(totals))])
+            T.buffer_store(self.squares, total, [token, row // self.summed])
 
 
 class CompletedNorm:

@@ -20,7 +20,7 @@ from mlc_amd.schedules.gpu.base.device import barrier, each, launch
 from mlc_amd.schedules.gpu.base.matrices import UNITS
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import TOKENS, WIDTH, act_args, emit_store, store_block, store_floats
+from mlc_amd.schedules.gpu.base.quantize import TOKENS, WIDTH, act_args, emit_store
 from mlc_amd.schedules.gpu.base.registers import at, elements, lane_of, vector
 from mlc_amd.schedules.gpu.base.step import builder, builds, once, where
 from mlc_amd.schedules.gpu.experts.experts import bias_args, check_rows, expert_at, ids_arg
@@ -38,9 +38,8 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 def engine(of: Product, tile: Tile | None = None) -> Gemm:
     """The tile routine with that tile, by default the one for the arch and shape. Layout of the activations: "lanes"
-    on matrix units whose lanes are known, "pairs" or "" on others (weights and activations become float16), else "rows"
-    for int8 formats and "" for float formats. Float formats with "" are multiplied in float32 everywhere. ValueError
-    for what does not fit."""
+    on matrix units whose lanes are known, "pairs" on others (weights and activations become float16), else "rows" for
+    int8 formats and "" for float formats, which are then multiplied in float32. ValueError for what does not fit."""
     routine, choose = _family(of)
     gemm = routine(of, tile or choose(of))
     if of.m % gemm.tile.tokens and not gemm.cuts_tiles:
@@ -53,14 +52,13 @@ def engine(of: Product, tile: Tile | None = None) -> Gemm:
 def _family(of: Product) -> tuple[Callable[[Product, Any], Gemm], Callable[[Product], Tile]]:
     """(what makes the tile routine of a tile, what chooses that)."""
     layout, matrix, kinds = kind_of(of.layout), of.arch.matrix, {fmt.kind for fmt in of.formats}
-    exact = layout == "" and kinds == {"float"}
     if layout == "lanes" and of.arch.lane_blocks:
         own = of.arch.lane_unit in UNITS
         return (gemm_matrix_int8.routine, gemm_matrix.choose) if own else (lane_tiles.routine, lane_tiles.choose)
-    if matrix == "coop" and layout in ("", "pairs") and not exact:
+    if matrix == "coop" and layout == "pairs":
         return gemm_coop.CoopGemm, gemm_coop.choose
-    if exact:
-        return (gemm_dot.ExactGemm, gemm_dot.choose_exact) if matrix else (gemm_dot.FloatGemm, gemm_dot.choose)
+    if layout == "" and kinds == {"float"}:
+        return gemm_dot.FloatGemm, gemm_dot.choose_exact if matrix else gemm_dot.choose
     if layout == "rows" and kinds == {"int8"}:
         return gemm_dot.DotGemm, gemm_dot.choose
     raise ValueError(
@@ -119,33 +117,30 @@ def linear(op: Linear, arch: Device, state: Buffer, plan: Tile | None) -> None:
         live, zero = gemm.live_and_zero(state, token0, quick)
         for segment, count in zip(args.segments, counts, strict=True):
             weight = Weight(segment.fmt, segment.planes, padded(segment.n))
-            runs = bool(op.norm_out) and gemm.has_runs(weight.rows)
-            epilogue = _Epilogue(gemm, args, segment, factors, runs)
+            epilogue = _Epilogue(gemm, args, segment, factors)
             mine = live & (row_tile >= first) & (row_tile < first + count)
             with where(mine) if quick else once(mine):
                 row0 = T.Bind((row_tile - first) * gemm.tile.rows)
                 early = epilogue.early if quick else None
-                gemm.emit(TileWork(acts, [weight], token0, row0, epilogue.store, None, factors, zero, early, runs))
+                gemm.emit(TileWork(acts, [weight], token0, row0, epilogue.store, None, factors, zero, early))
             first += count
 
 
-Loaded = tuple[list[Expr], list[Expr], Any]  # of `_Epilogue.load`
+Loaded = tuple[Any, ...]  # of `_Epilogue.load`
 
 
 class _Epilogue:
-    """What becomes of the products of a segment's rows. runs: as of `TileWork`."""
+    """What becomes of the products of a segment's rows."""
 
-    def __init__(self, gemm: Gemm, args: LinearBuffers, segment: Segment, factors: RowFactors | None, runs: bool):
-        self.gemm, self.args, self.segment, self.factors, self.runs = gemm, args, segment, factors, runs
+    def __init__(self, gemm: Gemm, args: LinearBuffers, segment: Segment, factors: RowFactors | None):
+        self.gemm, self.args, self.segment, self.factors = gemm, args, segment, factors
 
     def load(self, token: Expr, row: Expr, lanes: int) -> Loaded:
-        """What `store` reads for `lanes` rows of a token, of each part of a run: bias, residual, of a prepared norm."""
-        segment, args = self.segment, self.args
-        firsts = self._firsts(row)
-        indices = [at(first, lanes) for first in firsts]
-        bias = [] if segment.bias is None else [self._bias(index) for index in indices]
-        residual = [] if args.residual is None else [args.residual[token, index] for index in indices]
-        return bias, residual, None if args.prepared is None else args.prepared.load(token, firsts, lanes)
+        """What `store` reads for `lanes` rows of a token: bias, residual, of a prepared norm."""
+        args, index = self.args, at(row, lanes)
+        bias = None if self.segment.bias is None else self._bias(index)
+        residual = None if args.residual is None else args.residual[token, index]
+        return bias, residual, None if args.prepared is None else args.prepared.load(token, row, lanes)
 
     def _bias(self, index: Expr) -> Expr:
         """bias[index]; the last rows' index stays inside the n biases."""
@@ -157,30 +152,22 @@ class _Epilogue:
             return bias[T.min(index, T.int32(n - 1))]
         return vector([bias[T.min(index.base + i, T.int32(n - 1))] for i in range(index.ty.dtype.lanes)])
 
-    def _firsts(self, row: Expr) -> list[Expr]:
-        return [row, T.Bind(row + BLOCK // 2)] if self.runs else [row]
-
     def early(self, token: Expr, row: Expr) -> Loaded:
         """The same in registers."""
-        bias, residual, norm = self.load(token, row, QUAD)
-        return [T.Bind(x) for x in bias], [T.Bind(x) for x in residual], norm
+        *loaded, norm = self.load(token, row, QUAD)
+        return *(None if x is None else T.Bind(x) for x in loaded), norm
 
     def store(self, token: Expr, row: Expr, values: list[Expr], loaded: Loaded | None = None) -> None:
         """loaded: of `early`; None: nothing is yet."""
         (x,) = values
         if self.factors is not None:
             x = self.factors.scaled(token, x)
-        parts = [vector(elements(x)[i : i + QUAD]) for i in (0, QUAD)] if self.runs else [x]
-        bias, residual, norm = loaded or self.load(token, row, parts[0].ty.dtype.lanes)
-        if bias:
-            parts = [x + of for x, of in zip(parts, bias, strict=True)]
-        if residual:
-            parts = [of + x for x, of in zip(parts, residual, strict=True)]
-        parts = [T.Bind(x) for x in parts]
-        for first, x in zip(self._firsts(row), parts, strict=True):
-            T.buffer_store(self.segment.Y, x, [token, span(first, x)])
+        bias, residual, norm = loaded or self.load(token, row, x.ty.dtype.lanes)
+        x = x if bias is None else x + bias
+        x = T.Bind(x if residual is None else residual + x)
+        T.buffer_store(self.segment.Y, x, [token, span(row, x)])
         if norm is not None and self.args.prepared is not None:
-            self.args.prepared.store(self.gemm.arch, token, row, parts, norm, stride=self.gemm.row_stride)
+            self.args.prepared.store(self.gemm.arch, token, row, x, norm, stride=self.gemm.row_stride)
 
 
 def _store_staged(
@@ -213,10 +200,8 @@ def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, state: Buffer, plan:
         )
     norm_in = None if experts else op.norm_in
     check_deferred(gemm, norm_in)
-    by_run, row_tiles = isinstance(gemm, lane_tiles.StagedPair), gemm.row_tiles(f)
+    row_tiles = gemm.row_tiles(f)
     quick = gemm.is_quick(gemm.token_tiles * row_tiles)
-    if experts and by_run:
-        raise ValueError(f"{gemm.tile} is none for experts")
     params, groups, planes, biases, out, completed = declare_gate_up(op)
     weights = [Weight(fmt, bufs, f) for fmt, bufs in zip(of.formats, planes, strict=True)]
     acts = gemm.prepared(state, params)
@@ -238,10 +223,8 @@ def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, state: Buffer, plan:
             y = [gated(op.act, g, u) for g, u in zip(*map(elements, values), strict=True)]
             if staged is not None:
                 T.buffer_store(staged, y[0], [(token - token0) * tile.rows + (row - row0)])
-            elif layout == "rows":
-                store_block(arch, out, token, row, *y)
             else:
-                store_floats(layout, out[0], token, row, y, by_run)
+                emit_store(arch, layout, out, y, token, row)
 
         mine, zero = (mine, gemm.zero(state)) if experts else gemm.live_and_zero(state, token0, quick)
         with once(mine):

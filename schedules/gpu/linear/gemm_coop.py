@@ -121,7 +121,7 @@ def _widest(tile: CoopTile, of: Product, columns: list[int]) -> CoopTile | None:
 
 
 class CoopGemm(SteppedGemm[CoopTile]):
-    """Activations: H [m, k] in the layout "pairs", or X [m, k] float32. Values are float32x4."""
+    """Activations: H [m, k] in the layout "pairs". Values are float32x4."""
 
     choices: ClassVar = {
         "tokens": (16, 32, 64, 128, 256), "rows": (16, 32, 64, 128, 256), "columns": (32, 64, 128, 256, 512),
@@ -171,8 +171,7 @@ class CoopGemm(SteppedGemm[CoopTile]):
         self.sums = Fragments("sum", self.count, shape)
 
     def emit(self, work: TileWork) -> None:
-        views = [w._replace(planes=load.views(w.fmt, w.planes, self.tile.span)) for w in work.weights]
-        work = replace(work, weights=views)
+        work = work.viewed(self.tile.span)
         self.sums.clear()
         self._sum_up(work)
         for i in range(self.tiles_m):
@@ -188,24 +187,16 @@ class CoopGemm(SteppedGemm[CoopTile]):
     # ---- staging
 
     def _places(self, rows: int, per_row: int) -> Iterator[tuple[Expr, Expr]]:
-        """(row, number in the row) of each piece that this thread stages; what is left over several threads stage."""
-        total, threads = rows * per_row, self.threads
-        for i in range(-(-total // threads)):
-            c = self.thread + i * threads
-            c = T.Bind(c if (i + 1) * threads <= total else c % total)
+        """(row, number in the row) of each piece that this thread stages."""
+        for c in self._dealt(rows * per_row):
             yield T.Bind(c // per_row), T.Bind(c % per_row)
 
     def _fetch_acts(self, work: TileWork, step: Expr) -> list[tuple[Expr, list[Expr]]]:
-        """(unit in shared memory, runs), of blocks where they are float32, else of a run."""
-        (X,) = work.acts
-        floats, found = str(X.dtype) == "float32", []
-        for row, i in list(self._places(self.tile.tokens, self.columns // (BLOCK if floats else RUN))):
-            token = work.token0 + row
-            if floats:
-                runs = coop_load.activations(X, token, step * (self.columns // BLOCK) + i)
-            else:
-                runs = [T.Bind(X[token, at(step * self.columns + i * RUN, RUN)])]
-            found.append((row * self.ld + i * (RUNS if floats else 1), runs))
+        """(unit in shared memory, [run])."""
+        (X,), found = work.acts, []
+        for row, i in list(self._places(self.tile.tokens, self.columns // RUN)):
+            run = T.Bind(X[work.token0 + row, at(step * self.columns + i * RUN, RUN)])
+            found.append((row * self.ld + i, [run]))
         return found
 
     def _fetch_weights(self, work: TileWork, step: Expr) -> list:

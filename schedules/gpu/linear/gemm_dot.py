@@ -10,26 +10,24 @@ or 32) and d, d*sum(q) of the activations' plane S:
     y += d * scale * dot + minimum * d*sum(q)
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.decode import minifloat
-from mlc_amd.schedules.formats import PLANE_BITS, Format
+from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.gpu.base.device import computed_here, dot4, each, fma
-from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes
-from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.quantize import FIELDS
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, put, vector
 from mlc_amd.schedules.gpu.base.step import SUMS, when
 from mlc_amd.schedules.gpu.linear import load
-from mlc_amd.schedules.gpu.linear.gemm_tile import Loaded, Product, SteppedGemm, Tile, TileWork
+from mlc_amd.schedules.gpu.linear.gemm_tile import Loaded, Product, SteppedGemm, Tile, TileWork, Weight
 from mlc_amd.schedules.gpu.linear.load import QUADS, block_bytes
 from mlc_amd.schedules.tir import Buffer, Expr
 
-Raw = dict[str, list[Expr]]  # what `fetch` loads: by plane
 PIECE = 16  # columns of a piece
 LANES = 32  # rows side by side
 PAD = 4  # words added to each row of LDS: eight consecutive rows, read 128 bits wide, are in different banks
@@ -75,79 +73,13 @@ def choose_exact(of: Product) -> DotTile:
     return next(fills, tiles[-1])
 
 
-# ---- weights from their planes to registers
-# A piece at a time: half a block of 32 columns of one row, columns 8*part .. 8*part + 7 and 16 + 8*part .. 16 + 8*part
-# + 7 (part 0 or 1: what two words of nibbles hold). Fetching and unpacking are separate, so that the loads of one step
-# can be in flight while the step before is multiplied.
+# Weights are staged a piece at a time: half a block of 32 columns of one row, columns 8*part .. 8*part + 7 and 16 +
+# 8*part .. 16 + 8*part + 7 (part 0 or 1: what two words of nibbles hold).
 
 
 def columns_of(part: Expr) -> tuple[Expr, Expr]:
     """First columns, within their block, of the two runs of eight that make a piece."""
     return 8 * part, 16 + 8 * part
-
-
-def fetch(fmt: Format, bufs: Planes, row: Expr, block: Expr, part: Expr) -> Raw:
-    """The loads of a piece, in registers: name of a plane -> list of loaded values."""
-    if fmt.kind == "float":
-        return {"W": [T.Bind(bufs["W"][row, at(block * BLOCK + column, 8)]) for column in columns_of(part)]}
-    starts = {"Q4": ((2 * part, 2),), "Q8": ((2 * part, 2), (4 + 2 * part, 2)), "Q2": ((0, 2),)}
-    raw = {p: [T.Bind(bufs[p][row, block, at(first, n)]) for first, n in starts[p]] for p in fmt.codes if p != "Q1"}
-    if "Q1" in fmt.codes:
-        raw["Q1"] = [T.Bind(bufs["Q1"][row, block])]
-    for plane in fmt.scales:
-        columns, _ = fmt.scale_plane(plane)
-        count = max(1, BLOCK // columns)
-        first = block * count if columns <= BLOCK else block // (columns // BLOCK)
-        raw[plane] = [T.Bind(bufs[plane][row, first + i]) for i in range(count)]
-    return raw
-
-
-def _codes(fmt: Format, raw: Raw, part: Expr) -> list[Expr]:
-    """Four words of unsigned codes, one byte each; two words for each of the two runs of eight columns."""
-    words = {}
-    for plane in fmt.codes:
-        found = raw[plane] if plane == "Q1" else [lane_of(x, i) for x in raw[plane] for i in range(2)]
-        if (bits := PLANE_BITS[plane]) <= 2:
-            found = [T.Bind(T.shift_right(x, T.cast(2 * bits * part, "uint32"))) for x in found]
-        words[plane] = found
-    return load.bytes_of(words, 2)
-
-
-def _signed(arch: Device, fmt: Format, raw: Raw, part: Expr) -> list[Expr]:
-    """Four words of signed bytes: the weights in units of the scale."""
-    nibbles = [lane_of(raw["Q4"][0], i) for i in range(2)] if "Q4" in raw else None
-    words = load.values(arch, fmt, nibbles, lambda: _codes(fmt, raw, part))
-    if fmt.table or fmt.signed or not fmt.zero:
-        return words
-    return [load.minus(word, fmt.zero) for word in words]
-
-
-def scales(fmt: Format, raw: Raw) -> tuple[list[Expr], list[Expr] | None]:
-    """(scales, minimums), lists of float32, one per group of columns of the block (two groups of 16 or one of 32).
-
-    weight = scale * (code - zero) + minimum; minimums are None for formats without."""
-
-    def real(x: Expr) -> Expr:
-        return T.cast(x, "float32")
-
-    if fmt.minifloat:
-        return [T.Bind(minifloat(fmt.minifloat, T.cast(s, "int32"))) for s in raw["S"]], None
-    d = real(raw["D"][0])
-    if fmt.unit != 1:
-        d = T.Bind(d * T.float32(fmt.unit))
-    if "S" not in fmt.scales:
-        return [T.Bind(d)], [T.Bind(real(raw["M"][0]))] if fmt.minimum else None
-    subs, mins = raw["S"], raw.get("Z", [])
-    if fmt.nibble_scales:
-        subs, mins = [s & T.uint8(15) for s in subs], [T.shift_right(s, T.uint8(4)) for s in subs]
-    found = [T.Bind(d * real(s)) for s in subs]
-    return found, [T.Bind(-(real(raw["DM"][0]) * real(z))) for z in mins] if fmt.minimum else None
-
-
-def byte_piece(arch: Device, fmt: Format, raw: Raw, part: Expr) -> tuple[list[Expr], list[Expr], list[Expr] | None]:
-    """(runs, scales, minimums): the two runs of eight columns as int32x2, words of signed bytes; `scales` as above."""
-    words = [T.Bind(T.reinterpret("int32", word)) for word in _signed(arch, fmt, raw, part)]
-    return [vector(words[:2]), vector(words[2:])], *scales(fmt, raw)
 
 
 # ---- the tiles
@@ -192,7 +124,7 @@ class _RegisterGemm(SteppedGemm[DotTile]):
     def emit(self, work: TileWork) -> None:
         for i in range(self.count):
             put(self.sums, T.float32(0), i)
-        self._sum_up(work)
+        self._sum_up(work.viewed())
         if work.rows % self.tile.rows and self.arch.api == "rocm":
             for i in range(self.count):
                 put(self.sums, computed_here(self.arch, self.sums[i]), i)
@@ -215,27 +147,26 @@ class _RegisterGemm(SteppedGemm[DotTile]):
         blocks = self.columns // BLOCK
         return [
             [
-                fetch(weight.fmt, weight.planes, self._weight_row(work, row, weight), step * blocks + block, part)
+                self._fetch_piece(weight, self._weight_row(work, row, weight), step * blocks + block, part)
                 for row, block, part in self._w_pieces()
             ]
             for weight in work.weights
         ]
 
-    def _pieces(self, total: int) -> Iterator[Expr]:
-        """Numbers of the pieces that this thread stages, of `total`; with too few, several threads stage the same."""
-        for i in range(-(-total // self.threads)):
-            yield (self.thread + i * self.threads) % total
+    @abstractmethod
+    def _fetch_piece(self, weight: Weight, row: Expr, block: Expr, part: Expr) -> Any:
+        """The loads of a piece, in registers."""
 
     def _x_pieces(self) -> Iterator[tuple[Expr, Expr]]:
         """Token and first column of each run of eight activations that this thread stages."""
         runs = self.columns // 8
-        for c in self._pieces(self.tile.tokens * runs):
+        for c in self._dealt(self.tile.tokens * runs):
             yield c // runs, c % runs * 8
 
     def _w_pieces(self) -> Iterator[tuple[Expr, Expr, Expr]]:
         """Row, block and part of each piece of a weight that this thread stages."""
         pieces = self.columns // PIECE
-        for c in self._pieces(self.tile.rows * pieces):
+        for c in self._dealt(self.tile.rows * pieces):
             yield c // pieces, c % pieces // 2, c % 2
 
 
@@ -263,22 +194,33 @@ class DotGemm(_RegisterGemm):
 
     def _fetch_acts(self, work: TileWork, step: Expr) -> list[list[Expr]]:
         (A, S), tokens = work.acts, self.tile.tokens
-        words = [T.Bind(A[work.token0 + c // 2, step, at(c % 2 * 4, 4)]) for c in self._pieces(tokens * 2)]
-        return [words, [T.Bind(S[work.token0 + c, step, at(0, FIELDS)]) for c in self._pieces(tokens)]]
+        words = [T.Bind(A[work.token0 + c // 2, step, at(c % 2 * 4, 4)]) for c in self._dealt(tokens * 2)]
+        return [words, [T.Bind(S[work.token0 + c, step, at(0, FIELDS)]) for c in self._dealt(tokens)]]
+
+    def _fetch_piece(self, weight: Weight, row: Expr, block: Expr, part: Expr) -> load.Unit:
+        return load.fetch(weight.fmt, weight.planes, row, block, 1, load.Part(part, 2))
 
     def _stage(self, work: TileWork, loaded: Loaded) -> None:
         (words, fields), weights = loaded
-        for c, x in zip(self._pieces(self.tile.tokens * 2), words, strict=True):
+        for c, x in zip(self._dealt(self.tile.tokens * 2), words, strict=True):
             put(self.x_lds, x, at(c // 2 * self.ld + c % 2 * 4, 4))
-        for c, s in zip(self._pieces(self.tile.tokens), fields, strict=True):
+        for c, s in zip(self._dealt(self.tile.tokens), fields, strict=True):
             put(self.s_lds, s, at(c * FIELDS, FIELDS))
         for w, pieces in enumerate(weights):
+            fmt = work.weights[w].fmt
             for (row, _, part), raw in zip(self._w_pieces(), pieces, strict=True):
-                runs, scales, minimums = byte_piece(self.arch, work.weights[w].fmt, raw, part)
-                for column, run in zip(columns_of(part), runs, strict=True):
-                    put(self.w_lds[w], run, at(row * self.ld + column // 4, 2))
+                codes, scales = (
+                    load.codes(self.arch, fmt, raw, 0, load.Part(part, PIECE // 8)),
+                    load.scales(fmt, raw, 0),
+                )
+                if fmt.zero and not (fmt.table or fmt.signed):
+                    codes = [load.minus(word, fmt.zero) for word in codes]
+                codes = [T.Bind(T.reinterpret("int32", word)) for word in codes]
+                for i, column in enumerate(columns_of(part)):
+                    put(self.w_lds[w], vector(codes[2 * i : 2 * i + 2]), at(row * self.ld + column // 4, 2))
                 # both parts of a block write the same
-                for values, lds in ((scales, self.scales[w]), (minimums or (), self.minimums[w])):
+                lows = [T.Bind(x) for x in scales.lows()] if fmt.minimum else []
+                for values, lds in ((scales.factors(), self.scales[w]), (lows, self.minimums[w])):
                     for g, value in enumerate(values):
                         put(lds, value, g * self.tile.rows + row)
 
@@ -328,14 +270,27 @@ class DotGemm(_RegisterGemm):
 
 
 class FloatGemm(_RegisterGemm):
-    """Float formats; activations (X float32 [m, K],)."""
+    """Float formats; activations (X float32 [m, K],). On an arch with matrix units for few rows, whose workgroups do
+    not fill the GPU: a step has several blocks."""
+
+    def __init__(self, of: Product, tile: DotTile):
+        for span in SPANS if of.arch.matrix else (1,):
+            self.columns = self.row_words = span * BLOCK
+            super().__init__(of, tile)
+            if of.k % self.columns == 0 and self.lds_bytes <= of.arch.lds:
+                return
+        if of.arch.matrix:
+            raise ValueError(f"{tile} takes {self.lds_bytes} bytes of LDS")
+
+    def _fetch_piece(self, weight: Weight, row: Expr, block: Expr, part: Expr) -> list[Expr]:
+        return [T.Bind(weight.planes["W"][row, at(block * BLOCK + column, 8)]) for column in columns_of(part)]
 
     def _stage(self, work: TileWork, loaded: Loaded) -> None:
         for (token, column), x in zip(self._x_pieces(), loaded[0], strict=True):
             put(self.x_lds, x, at(token * self.ld + column, 8))
         for weight, lds, pieces in zip(work.weights, self.w_lds, loaded[1], strict=True):
             for (row, block, part), raw in zip(self._w_pieces(), pieces, strict=True):
-                runs = [T.Bind(load.real(weight.fmt, w)) for w in raw["W"]]
+                runs = [T.Bind(load.real(weight.fmt, w)) for w in raw]
                 for column, run in zip(columns_of(part), runs, strict=True):
                     put(lds, run, at(row * self.ld + block * BLOCK + column, 8))
 
@@ -355,15 +310,3 @@ class FloatGemm(_RegisterGemm):
         """Four neighbouring columns of a row of LDS."""
         four = T.Bind(lds[at(row * self.ld + quad * 4, 4)])
         return [lane_of(four, c) for c in range(4)]
-
-
-class ExactGemm(FloatGemm):
-    """The same in steps of several blocks: for few rows, whose workgroups do not fill the GPU."""
-
-    def __init__(self, of: Product, tile: DotTile):
-        for span in SPANS:
-            self.columns = self.row_words = span * BLOCK
-            super().__init__(of, tile)
-            if of.k % self.columns == 0 and self.lds_bytes <= of.arch.lds:
-                return
-        raise ValueError(f"{tile} takes {self.lds_bytes} bytes of LDS")

@@ -18,7 +18,6 @@ The subgroups of a workgroup share out its rows, its tokens and the columns; at 
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import ClassVar
 
 from tvm.tirx.script import builder as T
@@ -84,8 +83,7 @@ class LaneGemm(LaneResults):
 
     def emit(self, work: TileWork) -> None:
         """The factors are computed after the products, a barrier before `store`."""
-        views = [w._replace(planes=load.views(w.fmt, w.planes, 1)) for w in work.weights]
-        work = replace(work, weights=views)
+        work = work.viewed()
         for fragments in (self.a, self.b, self.sums):
             fragments.clear()
         hidden = self.tile.hidden and work.zero is not None

@@ -120,7 +120,7 @@ class MatrixGemm(Gemm[MatrixTile]):
         self._finish(work)
 
     def _sum_up(self, work: TileWork) -> None:
-        weights = [w._replace(planes=load.views(w.fmt, w.planes, 1)) for w in work.weights]
+        weights = work.viewed().weights
         first, own, part = T.Bind(work.row0 + self.wave_n), self.unit.row(self.lane % SIDE), T.Bind(self.lane // SIDE)
         rows = [
             [work.weight_row(first + (i * SIDE + own), w, self.tile.rows) for i in range(self.tiles_n)] for w in weights

@@ -31,7 +31,7 @@ from typing import NamedTuple, cast
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.formats import PLANE_BITS, Format
+from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.gpu.base.arch import GpuArch
 from mlc_amd.schedules.gpu.base.device import fma, launch, schedule_fence, wave_meets, wave_sum
 from mlc_amd.schedules.gpu.base.matrices import SIDE, Registers
@@ -75,7 +75,7 @@ class Int8Unit:
     @property
     def words(self) -> int:
         """Of either half of a block, that a lane has."""
-        return load.QUADS // 2 // self.parts
+        return load.HALF // self.parts
 
     def multiply(self, acts: Sequence[Expr], weights: Sequence[Expr], sums: Expr) -> Expr:
         """sums (int32 vector) plus the product of words of tokens and of weights."""
@@ -173,75 +173,28 @@ def shift_of(fmt: Format) -> int:
 
 
 class _Row:
-    """A group of a lane's row. planes: of `load.views`, of as many blocks; part: of the lane, as of `Int8Unit`."""
+    """A group of a lane's row: a unit of `load.py` of that many blocks. part: of the lane."""
 
-    def __init__(self, fmt: Format, planes: Planes, row: Expr, unit: Int8Unit, part: Expr):
+    def __init__(self, fmt: Format, planes: Planes, row: Expr, part: load.Part):
         self.shift = shift_of(fmt)
         if fmt.table:
             fmt = replace(fmt, table=tuple(value << self.shift for value in fmt.table))
-        self.fmt, self.planes, self.row, self.part, self.count = fmt, planes, row, part, unit.words
+        self.fmt, self.planes, self.row, self.part = fmt, planes, row, part
 
-    def fetched(self, first: Expr) -> load.Unit:
-        """Loads block `first` and the next ones. Of codes the words of all blocks by plane, of S and Z words of
-        bytes."""
-        fmt, row, count = self.fmt, self.row, self.count
-        codes: dict[str, list[Expr]] = {}
-        scales: dict[str, list[Expr]] = {}
-        for plane in fmt.codes:
-            bits, buf = PLANE_BITS[plane], self.planes[plane]
-            if bits <= 2:  # bits of all columns are in the same word
-                codes[plane] = load.wide(buf, row, first * bits, BLOCKS * bits)
-                continue
-            starts = [(b, start) for b in range(BLOCKS) for start in range(0, bits, 4)]
-            codes[plane] = [
-                x for b, start in starts
-                for x in load.wide(buf, row, (first + b) * bits + start + self.part * count, count)
-            ]  # fmt: skip
-        for name in fmt.scales:
-            if name in ("S", "Z"):
-                width = min(load.WORD, GROUP // fmt.group)
-                places = row, first * (BLOCK // fmt.group) // width, GROUP // fmt.group // width
-                found = load.wide(self.planes[name], *places)
-                scales[name] = [T.Bind(T.cast(x, "uint32")) for x in found] if width < load.WORD else found
-            elif fmt.block > BLOCK:
-                scales[name] = [T.Bind(self.planes[name][row, first // (fmt.block // BLOCK)])]
-            else:
-                scales[name] = load.wide(self.planes[name], row, first, BLOCKS)
-        return load.Unit(codes, scales)
+    def fetched(self, group: Expr) -> load.Unit:
+        return load.fetch(self.fmt, self.planes, self.row, group, BLOCKS, self.part)
 
     def decoded(self, arch: Device, loaded: load.Unit) -> _Group:
         fmt, unit = self.fmt, T.float32(2.0**-self.shift)
-        words = [self._words(arch, loaded, b) for b in range(BLOCKS)]
-        of = [self._scales(loaded, b) for b in range(BLOCKS)]
+        words = [load.codes(arch, fmt, loaded, b, self.part) for b in range(BLOCKS)]
+        words = [[T.Bind(T.reinterpret("int32", x)) for x in block] for block in words]
+        of = [load.scales(fmt, loaded, b) for b in range(BLOCKS)]
         factors = [T.Bind(x * unit) for each in of for x in each.factors()]
         start = T.Bind(sum(factors[1:], factors[0]) * T.float32(-BASE))
         low = T.Bind(T.float32(0) - of[0].minimum) if fmt.minimum == "DM" else None
-        signed = [([self._signed(x) for x in first], [self._signed(x) for x in last]) for first, last in words]
-        return _Group(signed, factors, start, low, self._minimums(loaded) if fmt.minimum else None)
-
-    def _words(self, arch: Device, loaded: load.Unit, block: int) -> Halves:
-        """Codes of one of the blocks, or what they stand for in the format's table."""
-        raw, count = {}, self.count
-        for plane, words in loaded.codes.items():
-            each, bits = len(words) // BLOCKS, PLANE_BITS[plane]
-            raw[plane] = words[block * each : (block + 1) * each]
-            if bits <= 2 and count < load.WORD:
-                shift = self.part * (count * bits)
-                raw[plane] = [T.Bind(T.shift_right(x, T.cast(shift, "uint32"))) for x in raw[plane]]
-        found = load.values(arch, self.fmt, None, lambda: load.bytes_of(raw, count))
-        found = [T.Bind(T.reinterpret("int32", x)) for x in found]
-        return found[:count], found[count:]
-
-    def _scales(self, loaded: load.Unit, block: int) -> load.Scales:
-        """Of one of the blocks."""
-        own, number = {}, 0
-        for name, found in loaded.scales.items():
-            if name in ("S", "Z"):
-                first = block * (BLOCK // self.fmt.group)
-                own[name], number = [found[first // load.WORD]], first % load.WORD // (BLOCK // self.fmt.group)
-            else:
-                own[name] = [found[block if self.fmt.block == BLOCK else 0]]
-        return load.scales(self.fmt, load.Unit({}, own), number)
+        signed = [[self._signed(x) for x in block] for block in words]
+        halves = [(block[: self.part.words], block[self.part.words :]) for block in signed]
+        return _Group(halves, factors, start, low, self._minimums(loaded) if fmt.minimum else None)
 
     def _signed(self, word: Expr) -> Expr:
         """Words of codes as signed bytes: the weights in units of 1 / 2**shift."""
@@ -256,7 +209,7 @@ class _Row:
         return T.Bind(T.reinterpret("int32", found))
 
     def _minimums(self, loaded: load.Unit) -> Expr:
-        fmt, parts = self.fmt, load.QUADS // 2 // self.count
+        fmt, parts = self.fmt, load.HALF // self.part.words
         if fmt.minimum == "M":
             found = loaded.scales["M"]
         else:
@@ -264,7 +217,7 @@ class _Row:
             bits = [T.shift_right(words[i // 4], T.uint32(i % 4 * 8 + first)) for i in range(GROUP // fmt.group)]
             found = [T.Bind(T.cast(x & T.uint32(255 >> first), "float16")) for x in bits]
         own, repeated = len(found) // parts, SUMS // len(found)
-        mine = [chosen([found[p * own + i] for p in range(parts)], self.part) for i in range(own)]
+        mine = [chosen([found[p * own + i] for p in range(parts)], self.part.number) for i in range(own)]
         return T.Bind(vector([x for x in mine for _ in range(repeated)]))
 
 
@@ -301,17 +254,15 @@ class Int8Gemm(MatrixGemm):
 
     def _sum_up(self, work: TileWork) -> None:
         first, lane = T.Bind(work.row0 + self.wave_n), self.lane % SIDE
-        part = T.Bind(self.lane // SIDE) if self.int8.parts > 1 else T.int32(0)
-        rows = []
-        for w in work.weights:
-            planes = load.views(w.fmt, w.planes, BLOCKS)
-            for i in range(self.tiles_n):
-                row = work.weight_row(first + (i * SIDE + lane), w, self.tile.rows)
-                rows.append(_Row(w.fmt, planes, row, self.int8, part))
+        part = load.Part(T.Bind(self.lane // SIDE) if self.int8.parts > 1 else T.int32(0), self.int8.words)
+        rows = [
+            _Row(w.fmt, w.planes, work.weight_row(first + (i * SIDE + lane), w, self.tile.rows), part)
+            for w in work.viewed(BLOCKS).weights for i in range(self.tiles_n)
+        ]  # fmt: skip
         tile0 = T.Bind((work.token0 + self.wave_m) // SIDE)
         place = T.Bind(self.lane % (SIDE * self.int8.parts))
         self._each_step(
-            lambda group: [row.fetched(T.Bind(group * BLOCKS)) for row in rows],
+            lambda group: [row.fetched(group) for row in rows],
             lambda group, loaded: self._add(work, tile0, place, group, rows, loaded),
             self._registers(True) <= ROOM[self.arch.wave],
         )

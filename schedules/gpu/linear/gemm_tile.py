@@ -8,8 +8,8 @@ matrices of few tokens whose lanes are known), `gemm_coop.py` (cooperative matri
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 from tvm.tirx.script import builder as T
@@ -18,7 +18,9 @@ from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.gpu.base.device import barrier
 from mlc_amd.schedules.gpu.base.planes import Planes, padded
 from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.registers import dealt
 from mlc_amd.schedules.gpu.base.step import live_rows
+from mlc_amd.schedules.gpu.linear import load
 from mlc_amd.schedules.gpu.linear.deferred_norm import CompletedNorm, RowFactors, Units
 from mlc_amd.schedules.operators import ExpertGateUp, ExpertLinear, GateUp, Linear
 from mlc_amd.schedules.tir import Buffer, Expr
@@ -89,8 +91,6 @@ class TileWork:
     zero: Expr = None  # an int32 that is 0, which the compiler does not know
     # called with (token, row) as early as possible: what `store` gets after the values, or None: it gets no more
     early: Callable[[Expr, Expr], tuple] | None = None
-    # whether values are runs (`quantize.py`), as `LaneGemm.has_runs` allows: a float32x8 of rows row.. and row + 16..
-    runs: bool = False
 
     @property
     def rows(self) -> int:
@@ -99,6 +99,11 @@ class TileWork:
     @property
     def has_floats(self) -> bool:
         return any(weight.fmt.kind == "float" for weight in self.weights)
+
+    def viewed(self, span: int = 1) -> "TileWork":
+        """The same with planes of `load.views`."""
+        weights = [weight._replace(planes=load.views(weight.fmt, weight.planes, span)) for weight in self.weights]
+        return replace(self, weights=weights)
 
     def weight_row(self, row: Expr, weight: Weight, height: int) -> Expr:
         """The row to load for `row` by tiles of that height: for one after the weight's last row, that."""
@@ -152,15 +157,15 @@ class Gemm(ABC, Generic[TileT]):
         """Bytes that a thread has in flight. ValueError for a tile that is not worth measuring: a thread would hold or
         unroll too much."""
 
+    def _dealt(self, total: int) -> Iterator[Expr]:
+        """Numbers of what this thread stages, of `total`; surplus threads repeat the last one."""
+        return dealt(total, self.thread, self.threads)
+
     def row_tiles(self, rows: int) -> int:
         return -(-rows // self.tile.rows)
 
     def is_quick(self, workgroups: int) -> bool:
         """Whether what a workgroup waits for decides how long the kernel takes: all of them are resident at once."""
-        return False
-
-    def has_runs(self, rows: int) -> bool:
-        """Whether `TileWork.runs` is possible for a weight of so many rows."""
         return False
 
     def live_and_zero(self, state: Buffer, token0: Expr, quick: bool) -> tuple[Expr, Expr]:

@@ -29,7 +29,7 @@ from mlc_amd.schedules.gpu.base.activations import gated
 from mlc_amd.schedules.gpu.base.device import barrier, fma, launch, uniform, wave_sum
 from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes, padded, plane_args
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import LANES, WIDTH, act_args, columns, emit_store, load_columns
+from mlc_amd.schedules.gpu.base.quantize import LANES, WIDTH, act_args, emit_store, load_columns
 from mlc_amd.schedules.gpu.base.registers import at, filled, lane_of, put
 from mlc_amd.schedules.gpu.base.step import FEW, builder, builds, if_live, is_live, when
 from mlc_amd.schedules.gpu.experts.experts import bias_args, check_rows, expert_at, ids_arg
@@ -174,17 +174,17 @@ def _emit_prepared(
         factors.compute()
     for token, column, live in _block_parts(arch, m, lane, wave, plan.waves):  # loads before the barrier
         row = T.Bind(first + column)
-        others = [] if bias is None else [T.Bind(bias[columns(row)])]
-        others += [] if args.residual is None else [T.Bind(args.residual[token, columns(row)])]
-        parts.append((token, row, column, live, others, norm.load(token, [row])))
+        others = [] if bias is None else [T.Bind(bias[at(row, WIDTH)])]
+        others += [] if args.residual is None else [T.Bind(args.residual[token, at(row, WIDTH)])]
+        parts.append((token, row, column, live, others, norm.load(token, row)))
     barrier()
     with when(_has_parts(arch, m, wave, plan.waves)):
         for token, row, column, live, others, loaded in parts:
             y = products[token, at(column, WIDTH)]
             y = T.Bind(sum(others, y if factors is None else factors.scaled(token, T.Bind(y))))
             with when(live):
-                T.buffer_store(Y, y, [token, columns(row)])
-            norm.store(arch, token, row, [y], loaded, live)
+                T.buffer_store(Y, y, [token, at(row, WIDTH)])
+            norm.store(arch, token, row, y, loaded, live)
 
 
 @builder
@@ -267,7 +267,7 @@ def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, state: Buffer, plan:
                 if factors is not None:
                     gate, up = ([T.Bind(v * factors.of(token)) for v in x] for x in (gate, up))
                 if args.biases:
-                    biases = [T.Bind(bias[columns(first + column)]) for bias in args.biases]
+                    biases = [T.Bind(bias[at(first + column, WIDTH)]) for bias in args.biases]
                     pairs = zip((gate, up), biases, strict=True)
                     gate, up = ([T.Bind(v + lane_of(b, i)) for i, v in enumerate(x)] for x, b in pairs)
                 y = [gated(op.act, g, u) for g, u in zip(gate, up, strict=True)]

@@ -1,7 +1,6 @@
 """How the sums of a tile of `gemm_lanes.py` become results: through shared memory, in passes of as many as there is
-room for, where those of the subgroups that share out the columns are added up, to `TileWork.store`.
-
-That is called by each thread with (token, row, values of each weight): four rows, or a run (`quantize.py`).
+room for, where those of the subgroups that share out the columns are added up, to `TileWork.store`. That is called by
+each thread with (token, row, values of each weight), four rows.
 """
 
 from abc import abstractmethod
@@ -117,8 +116,6 @@ class LaneResults(Gemm[LaneTile]):
         """Adds up the sums and stores them."""
         rows, tokens = range(0, self.tiles_n, self.rows_at_once), range(0, self.tiles_m, self.at_once)
         passes = [(i, j) for i in rows for j in tokens]
-        if work.runs:
-            return self._finish_runs(work)
         if work.early and self._is_whole(work.rows) and len(passes) * self.per_pass == self.threads:
             return self._finish_one(work, passes)
         for number, (i, j) in enumerate(passes):
@@ -167,23 +164,6 @@ class LaneResults(Gemm[LaneTile]):
                     for e, cell in enumerate(own):
                         put(cell, lane_of(value, e), 0)
         work.store(target, row, [T.Bind(vector([cell[0] for cell in own])) for own in cells], *loaded)
-
-    def has_runs(self, rows: int) -> bool:
-        """Each thread has the results of two passes, one for each half of a block of rows."""
-        passes = self.weights == 1 and (self.rows_at_once, self.at_once) == (1, self.tiles_m)
-        return passes and self.tiles_n * ROWS == BLOCK and self._is_whole(rows) and self.per_pass == self.threads
-
-    def _finish_runs(self, work: TileWork) -> None:
-        """Adds up the sums and stores them, a run in each thread."""
-        place, target, row = self._place(work, self.thread, 0, 0)
-        loaded, values = _early(work, target, row), []
-        for first_row in range(self.tiles_n):
-            if first_row:
-                barrier()
-            self._hand_over(first_row, 0)
-            values.append(self._added(0, place))
-        run = T.Bind(vector([lane_of(value, e) for value in values for e in range(QUAD)]))
-        work.store(target, row, [run], *loaded)
 
     def _finish(self, work: TileWork, first_row: int, first: int) -> None:
         """Stores the sums that are in shared memory; rows beyond the weight's and tokens beyond the m are left out."""

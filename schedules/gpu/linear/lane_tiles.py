@@ -20,8 +20,8 @@ from mlc_amd.schedules.formats import FP4_VALUES, Format
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.quantize import RUN, RUNS, TOKENS
-from mlc_amd.schedules.gpu.base.registers import Held, at, lane_of, vector
-from mlc_amd.schedules.gpu.base.step import kept, when
+from mlc_amd.schedules.gpu.base.registers import Held, at
+from mlc_amd.schedules.gpu.base.step import kept
 from mlc_amd.schedules.gpu.linear.gemm_lanes import UNIT_WORDS, LaneGemm
 from mlc_amd.schedules.gpu.linear.gemm_tile import Product, TileWork
 from mlc_amd.schedules.gpu.linear.lane_results import GROUP, PAD, QUAD, ROWS, UNIT, UNIT_BYTES, WAVE, LaneTile, Place
@@ -108,18 +108,12 @@ class StagedGemm(LaneGemm):
         place = T.Bind(self.lane + (number * self.buffer + j * WAVE))
         return [T.Bind(self.lds[place + t * TILE_UNITS]) for t in range(self.tiles_m)]
 
-    def _pieces(self) -> list[Expr]:
-        """Units of a group's activations that this thread stages; the last one of several threads may be the same."""
-        pieces = [self.thread + i * self.threads for i in range(-(-self.buffer // self.threads))]
-        if self.buffer % self.threads:
-            pieces[-1] = T.min(pieces[-1], T.int32(self.buffer - 1))
-        return [T.Bind(c) for c in pieces]
-
     def _activations(self, work: TileWork, group: Expr) -> list[Expr]:
-        """The loads of these units. After the columns they are 0; anything where bodies are whole: none has these."""
+        """The loads of the units of a group's activations that this thread stages. After the columns they are 0;
+        anything where bodies are whole: none has these."""
         ((X,), tile0) = work.acts, work.token0 // TOKENS
         held, loaded = T.Bind(T.min(group, T.int32(self.groups - 1))), []
-        for c in self._pieces():
+        for c in self._dealt(self.buffer):
             tile = self._existing(tile0 + c // TILE_UNITS)
             x = T.Bind(X[T.Bind(tile), held, at(T.Bind(c % TILE_UNITS * RUN), RUN)])
             x = T.Bind(T.reinterpret("uint32x4", x))
@@ -131,39 +125,13 @@ class StagedGemm(LaneGemm):
 
     def _stage(self, loaded: list[Expr], number: int) -> None:
         """To buffer number 0 or 1."""
-        for c, unit in zip(self._pieces(), loaded, strict=True):
+        for c, unit in zip(self._dealt(self.buffer), loaded, strict=True):
             T.buffer_store(self.lds, unit, [c + number * self.buffer])
 
 
 class StagedPair(StagedGemm):
-    """Of two weights. Values are a float32x8 for each, of rows row.. and row + 16.., four each: those of a run
-    (`quantize.py`), which a thread writes at once."""
-
-    def __init__(self, of: Product, tile: LaneTile):
-        super().__init__(of, tile)
-        if of.weights != TILES or tile.rows % BLOCK or self.at_once != self.tiles_m:
-            raise ValueError(f"{tile} has no whole blocks of rows, or too many for shared memory")
-
-    def _finish(self, work: TileWork, first_row: int, first: int) -> None:
-        tile, blocks = self.tile, self.tile.rows // BLOCK
-        with kept(tile.tokens * blocks * RUNS // self.threads) as step:
-            c = T.Bind(step * self.threads + self.thread)
-            block, run = T.Bind(c % blocks), T.Bind(c // blocks % RUNS)
-            token = T.Bind(c // (blocks * RUNS))
-            row, target = T.Bind(work.row0 + block * BLOCK + run * QUAD), T.Bind(work.token0 + token)
-
-            def values(weight: int) -> Expr:
-                places = (T.Bind(self._sums_unit(block * 2 + half, weight, token) + run) for half in range(2))
-                parts = [T.Bind(T.reinterpret("float32x4", T.Bind(self.lds[place]))) for place in places]
-                return T.Bind(vector([lane_of(part, e) for part in parts for e in range(QUAD)]))
-
-            with when(self._exists(work, target, row)):
-                work.store(target, row, [values(w) for w in range(self.weights)])
-
-
-class StagedTiles(StagedGemm):
-    """Of two weights, with rows that make no whole blocks, or too many for shared memory: values are four rows.
-    Neighbouring threads have those of neighbouring tiles of ROWS, which the layout "lanes" has side by side."""
+    """Of two weights. Neighbouring threads have the results of neighbouring tiles of ROWS, which the layout "lanes" has
+    side by side."""
 
     def _units(self, row_tiles: int, token_tiles: int) -> int:
         return super()._units(row_tiles, token_tiles) + self.waves * PAD
@@ -197,14 +165,7 @@ BUSY = 0.9  # share of the compute units that workgroups of twice the size must 
 
 def routine(of: Product, tile: LaneTile) -> LaneGemm:
     """The tile routine of a LaneTile. ValueError for one that does not fit."""
-    if not tile.staged:
-        return LaneGemm(of, tile)
-    if of.weights == 1:
-        return StagedGemm(of, tile)
-    try:
-        return StagedPair(of, tile)
-    except ValueError:
-        return StagedTiles(of, tile)
+    return (LaneGemm if not tile.staged else StagedGemm if of.weights == 1 else StagedPair)(of, tile)
 
 
 def choose(of: Product) -> LaneTile:

@@ -6,7 +6,7 @@ can have many loads in flight:
 
     views      the planes' buffers as rows of words, before anything else
     fetch      the loads of a unit (layout "rows": `planes.py`)
-    codes      of what was fetched: eight words of one block, four columns each, as signed bytes
+    codes      of what was fetched: eight words of one block, or of a part of it, four columns each, as signed bytes
     scales     of what was fetched: float32 factors of one block
 
 Codes that stand for the entries of a table become signed bytes without memory (`values`). AMD's own API has byte
@@ -43,6 +43,18 @@ class Unit(NamedTuple):
     scales: dict[str, list[Expr]]  # plane -> one register per scale (D, DM, M) or one word of bytes (S, Z)
 
 
+class Part(NamedTuple):
+    """What several lanes share out of a block: each has `words` neighbouring quads of either half, the first of them
+    number number * words."""
+
+    number: Expr
+    words: int
+
+
+HALF = QUADS // 2
+WHOLE = Part(0, HALF)
+
+
 class Scales(NamedTuple):
     """The factors of one block: weight = d * sub * value + minimum (plane M), or - minimum * sub_minimum (plane DM)."""
 
@@ -54,6 +66,10 @@ class Scales(NamedTuple):
     def factors(self) -> list[Expr]:
         """d * sub of each group of columns."""
         return [T.Bind(s if self.d is None else self.d if s is None else self.d * s) for s in self.sub]
+
+    def lows(self) -> list[Expr]:
+        """What is added in each group of columns, of a format with minimums."""
+        return [self.minimum if sub is None else T.float32(0) - self.minimum * sub for sub in self.sub_minimum]
 
 
 def blocks(*fmts: Format) -> int:
@@ -99,13 +115,21 @@ def views(fmt: Format, bufs: Planes, span: int) -> Planes:
     return out
 
 
-def fetch(fmt: Format, planes: Planes, row: Expr, unit: Expr, span: int) -> Unit:
-    """Loads unit number `unit` of a row: `span` blocks of an int8 format."""
-    words = {p: wide(planes[p], row, unit * (span * PLANE_BITS[p]), span * PLANE_BITS[p]) for p in fmt.codes}
-    scales = {}
+def fetch(fmt: Format, planes: Planes, row: Expr, unit: Expr, span: int, part: Part = WHOLE) -> Unit:
+    """Loads unit number `unit` of a row: `span` blocks of an int8 format, of their codes that part; words of planes of
+    fewer than four bits have codes of all parts."""
+    words, scales = {}, {}
+    for plane in fmt.codes:
+        count = span * PLANE_BITS[plane]
+        starts = [(0, count)]
+        if part.words < HALF <= PLANE_BITS[plane]:
+            starts = [(start + part.number * part.words, part.words) for start in range(0, count, HALF)]
+        words[plane] = [x for start, n in starts for x in wide(planes[plane], row, unit * count + start, n)]
     for name in fmt.scales:
         if name in ("S", "Z"):
-            scales[name] = [T.Bind(T.cast(planes[name][row, unit], "uint32"))]
+            count = max(1, span * BLOCK // fmt.group // WORD)
+            found = wide(planes[name], row, unit * count, count) if count > 1 else [planes[name][row, unit]]
+            scales[name] = [T.Bind(T.cast(x, "uint32")) for x in found]
         elif fmt.block > BLOCK:
             scales[name] = [T.Bind(planes[name][row, unit // (fmt.block // BLOCK // span)])]
         else:
@@ -128,18 +152,27 @@ def real(fmt: Format, x: Expr) -> Expr:
     return T.reinterpret(f"float32{lanes}", T.shift_left(T.cast(x, f"uint32{lanes}"), shift))
 
 
-def block_words(fmt: Format, unit: Unit, block: int) -> dict[str, list[Expr]]:
-    """Plane -> words of a unit's block number `block`."""
-    return {p: unit.codes[p][block * PLANE_BITS[p] : (block + 1) * PLANE_BITS[p]] for p in fmt.codes}
+def block_words(unit: Unit, block: int, part: Part = WHOLE) -> dict[str, list[Expr]]:
+    """Plane -> words of a unit's block number `block`, as `bytes_of` takes them. part: that of `fetch`."""
+    found = {}
+    for plane, words in unit.codes.items():
+        bits = PLANE_BITS[plane]
+        count = bits if bits < HALF else bits * part.words // HALF
+        found[plane] = words[block * count : (block + 1) * count]
+        if bits < HALF and part.words < HALF:
+            shift = T.cast(part.number * (part.words * bits), "uint32")
+            found[plane] = [T.Bind(T.shift_right(x, shift)) for x in found[plane]]
+    return found
 
 
-def codes(arch: Device, fmt: Format, unit: Unit, block: int) -> list[Expr]:
-    """The eight words of codes of a unit's block number `block`: columns 4*j .. 4*j+3 in word j, signed bytes."""
-    words = block_words(fmt, unit, block)
-    return values(arch, fmt, words.get("Q4"), lambda: bytes_of(words))
+def codes(arch: Device, fmt: Format, unit: Unit, block: int, part: Part = WHOLE) -> list[Expr]:
+    """The words of codes of a unit's block number `block`: columns 4*j .. 4*j+3 in word j, signed bytes; of a part
+    those of one half, then of the other."""
+    words = block_words(unit, block, part)
+    return values(arch, fmt, words.get("Q4"), lambda: bytes_of(words, part.words))
 
 
-def bytes_of(codes: Mapping[str, Sequence[Expr]], count: int = QUADS // 2) -> list[Expr]:
+def bytes_of(codes: Mapping[str, Sequence[Expr]], count: int = HALF) -> list[Expr]:
     """Codes as words of bytes, `count` neighbouring ones of either half of a block, from the words of its planes by
     name: those of Q1 and Q2 shifted so that the first of these codes is in their lowest bits."""
     parts: list[Expr] = [None] * (2 * count)
@@ -188,14 +221,15 @@ def scales(fmt: Format, unit: Unit, block: int) -> Scales:
         return T.Bind(T.cast(found[block if len(found) > 1 else 0], "float32"))
 
     count = groups(fmt)
-    indices = range(block * count, (block + 1) * count)
+    word, first = divmod(block * count, WORD)  # those of S and Z of the block
+    indices = range(first, first + count)
     if fmt.minifloat:
-        sub = [_byte(unit.scales["S"][0], i, fmt.minifloat) for i in indices]
+        sub = [_byte(unit.scales["S"][word], i, fmt.minifloat) for i in indices]
         return Scales(sub[0], [None], None, [None]) if fmt.block == BLOCK else Scales(None, sub, None, [None] * count)
     minimum = half(fmt.minimum) if fmt.minimum else None
     if "S" not in fmt.scales:
         return Scales(half("D"), [None] * count, minimum, [None] * count)
-    sub, zub = unit.scales["S"][0], unit.scales.get("Z", [None])[0]
+    sub, zub = unit.scales["S"][word], unit.scales["Z"][word] if "Z" in fmt.scales else None
     if fmt.nibble_scales:
         sub, zub = (T.Bind(T.shift_right(sub, T.uint32(shift)) & T.uint32(0x0F0F0F0F)) for shift in (0, 4))
     mins: list[Expr | None] = [None] * count if zub is None else [_byte(zub, i) for i in indices]

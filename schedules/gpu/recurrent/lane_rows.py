@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, put, vector
+from mlc_amd.schedules.gpu.base.registers import at, filled, lane_of, vector
 from mlc_amd.schedules.gpu.base.step import live_rows
 from mlc_amd.schedules.operators import DeltaNet, SsmScan
 from mlc_amd.schedules.runs import RunCells, begins, run_length
@@ -62,9 +62,8 @@ def each_row(
     live = live_rows(state, op.m)
     with T.If(first < live), T.Then(), T.If(begins(rows, first)), T.Then():
         cell, length = RunCells(rows, cells, first, op.single), run_length(op, state, rows, first, live)
-        matrix = [local(1) for _ in range(count)]
-        for number, x in zip(matrix, load_row(States, (cell.source, *place), begin, count), strict=True):
-            put(number, T.Select(rows[first, 0] > 0, x, T.float32(0)), 0)
+        stored = load_row(States, (cell.source, *place), begin, count)
+        matrix = [filled(T.Select(rows[first, 0] > 0, x, T.float32(0))) for x in stored]
 
         def keep(target: Expr) -> None:
             store_row(States, (target, *place), begin, [T.Bind(number[0]) for number in matrix])

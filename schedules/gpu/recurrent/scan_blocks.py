@@ -22,7 +22,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.device import barrier, fma, shuffle, shuffle_xor
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.registers import Held, filled, lane_of, local, owned, put, vector
+from mlc_amd.schedules.gpu.base.registers import Held, dealt, filled, lane_of, local, put, vector
 from mlc_amd.schedules.gpu.base.step import live_rows, opaque_zero
 from mlc_amd.schedules.gpu.recurrent.lane_rows import LANES, load_row, store_row, width_of
 from mlc_amd.schedules.operators import DeltaNet, SsmScan
@@ -101,9 +101,7 @@ def block_rows(state: Buffer, rows: Buffer, number: Expr, m: int, single: int) -
     count = filled(T.min(T.max(live - first, T.int32(0)), T.int32(LANES)))
     if single:
         with T.If(number < single), T.Then():
-            before, after = local(1, "int32"), local(1, "int32")
-            put(before, T.int32(0), 0)
-            put(after, T.int32(0), 0)
+            before, after = filled(T.int32(0)), filled(T.int32(0))
             place = T.Bind(T.min(number, T.int32(m - 1)))
             with T.serial(singles) as other:
                 same = T.Bind(T.cast(rows[other, 1] == rows[place, 1], "int32"))
@@ -131,9 +129,7 @@ class Pairs:
         groups = arch.wave // LANES
         width = next(w for w in (4, 2, 1) if size % (w * groups) == 0)
         others = [T.Bind(first + T.min(T.int32(j), count - 1)) for j in range(LANES)]
-        sums = [local(1) for _ in range(LANES * (2 if norms else 1) + norms)]
-        for cell in sums:
-            put(cell, T.float32(0), 0)
+        sums = [filled(T.float32(0)) for _ in range(LANES * (2 if norms else 1) + norms)]
         with T.serial(size // (width * groups)) as step:
             begin = T.Bind((step * groups + lane // LANES) * width)
             mine = [load_row(X, (self.row,), at_ + begin, width) for at_ in ((q_at, k_at) if norms else (q_at,))]
@@ -263,7 +259,7 @@ class Scan:
 
         def load(block: Expr) -> list[Expr]:
             found = []
-            for piece in self._pieces(pieces):
+            for piece in dealt(pieces, self.thread, self.threads):
                 row = T.Bind(self.first + T.min(block * LANES + piece // per_row, last))
                 c = T.Bind(piece % per_row)
                 column = T.Bind(T.Select(c < half, q_at, k_at - size) + c * width)
@@ -271,7 +267,7 @@ class Scan:
             is_single = self.first < self.single_rows
             step, origin = T.Select(is_single, T.int32(LANES), T.int32(1)), T.Select(is_single, self.first, self.base)
             number = T.Bind(T.min(origin + block * step, T.int32(int(Factors.shape[0]) - 1)))
-            for quad in self._pieces(quads):
+            for quad in dealt(quads, self.thread, self.threads):
                 per = self.factors // QUAD
                 found += load_row(Factors, (number, head, quad // per), T.Bind(quad % per * QUAD), QUAD)
             return found + list(fetch(T.Bind(self.first + T.min(block * LANES + self.i, last))))
@@ -280,9 +276,9 @@ class Scan:
         with T.serial(count) as block:
             barrier()
             held = iter(ahead.values())
-            for piece in self._pieces(pieces):
+            for piece in dealt(pieces, self.thread, self.threads):
                 put(self.lds, vector([next(held) for _ in range(width)]), piece)
-            for quad in self._pieces(quads):
+            for quad in dealt(quads, self.thread, self.threads):
                 put(self.row_factors, vector([next(held) for _ in range(QUAD)]), quad)
             barrier()
             ahead.keep(load(T.Bind(T.min(block + 1, count - 1))))
@@ -292,11 +288,6 @@ class Scan:
     @staticmethod
     def _type(width: int) -> str:
         return f"float32x{width}" if width > 1 else "float32"
-
-    def _pieces(self, count: int) -> Iterator[Expr]:
-        """The numbers of this thread's pieces; surplus threads repeat the last one."""
-        for n in range(-(-count // self.threads)):
-            yield T.Bind(owned(n * self.threads, self.thread, self.threads, count)[0])
 
     def _read(self, slot: int, u: int, key: int, moved: Expr = 0) -> list[Expr]:
         """The lane's elements u.. of q or k (key: 1) of the row that the slot stands for. moved: added to the index."""

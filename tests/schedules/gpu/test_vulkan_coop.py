@@ -120,7 +120,6 @@ LINEAR = {name: Case(((name, 48),), tile=SPLIT if i % 2 else WIDE) for i, name i
     "segments": Case((("q4_k", 96), ("q6_k", 37), ("q8_0", 16)), 256, 32, "pairs", (True, True, False), tile=WIDE),
     "residual": Case((("q4_0", 41),), 96, 16, "pairs", (True,), True, tile=WIDE),
     "tokens": Case((("q4_0", 32),), 96, 96, tile=CoopTile(32, 16, 32, 2, 1)),
-    "floats": Case((("q4_0", 48),), 64, 16, "", tile=SPLIT),
     "default": Case((("q4_0", 80),), 192, 64),
 }
 
@@ -130,7 +129,7 @@ def run_linear(name, profile=NVIDIA, live=None):
     case, rng = LINEAR[name], np.random.default_rng(3)
     x = rng.standard_normal((case.m, case.k), np.float32)
     half = x.astype(np.float16)
-    arrays, expected = [state(case.m if live is None else live), in_pairs(half) if case.layout == "pairs" else x], []
+    arrays, expected = [state(case.m if live is None else live), in_pairs(half)], []
     for i, ((fmt, n), bias) in enumerate(zip(case.segments, case.biases, strict=True)):
         planes, w = weights(fmt, n, case.k, i)
         arrays += planes.values()
