@@ -57,9 +57,13 @@ class Group:
         """(the sum of the int32 x of all threads before this one, that of all threads)."""
         before, whole = wave_scan(self.arch, T.Bind(x), self.lane)
         (part,) = self.of_waves(whole)
+        return T.Bind(before + self._sum_below(part, self.wave)), self._sum_below(part, self.waves)
 
-        def sum_below(wave: Expr | int) -> Expr:
-            words = [T.Select(index < wave, word, T.int32(0)) for index, word in self._dealt(part)]
-            return wave_sum(self.arch, T.Bind(functools.reduce(lambda a, b: a + b, words)))
+    def before_wave(self, x: Expr) -> Expr:
+        """The sum of the int32 x of all threads of the waves before this one."""
+        (part,) = self.of_waves(wave_sum(self.arch, T.Bind(x)))
+        return self._sum_below(part, self.wave)
 
-        return T.Bind(before + sum_below(self.wave)), sum_below(self.waves)
+    def _sum_below(self, part: Buffer, wave: Expr | int) -> Expr:
+        words = [T.Select(index < wave, word, T.int32(0)) for index, word in self._dealt(part)]
+        return wave_sum(self.arch, T.Bind(functools.reduce(lambda a, b: a + b, words)))
