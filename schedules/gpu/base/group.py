@@ -56,14 +56,21 @@ class Group:
     def scan(self, x: Expr) -> tuple[Expr, Expr]:
         """(the sum of the int32 x of all threads before this one, that of all threads)."""
         before, whole = wave_scan(self.arch, T.Bind(x), self.lane)
-        (part,) = self.of_waves(whole)
-        return T.Bind(before + self._sum_below(part, self.wave)), self._sum_below(part, self.waves)
+        waves_before, total = self._sums(whole)
+        return T.Bind(before + waves_before), total
 
     def before_wave(self, x: Expr) -> Expr:
         """The sum of the int32 x of all threads of the waves before this one."""
-        (part,) = self.of_waves(wave_sum(self.arch, T.Bind(x)))
-        return self._sum_below(part, self.wave)
+        return self._sums(wave_sum(self.arch, T.Bind(x)))[0]
 
-    def _sum_below(self, part: Buffer, wave: Expr | int) -> Expr:
-        words = [T.Select(index < wave, word, T.int32(0)) for index, word in self._dealt(part)]
-        return wave_sum(self.arch, T.Bind(functools.reduce(lambda a, b: a + b, words)))
+    def _sums(self, of_wave: Expr) -> tuple[Expr, Expr]:
+        """Of the waves before this one, and of all."""
+        if self.waves == 1:
+            return T.int32(0), of_wave
+        (part,) = self.of_waves(of_wave)
+
+        def below(wave: Expr | int) -> Expr:
+            words = [T.Select(index < wave, word, T.int32(0)) for index, word in self._dealt(part)]
+            return wave_sum(self.arch, T.Bind(functools.reduce(lambda a, b: a + b, words)))
+
+        return below(self.wave), below(self.waves)
