@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tvm
+from spirv_emulation import execute
 from vulkan_harness import PROFILES, gpu, run
 from workloads import built
 
@@ -13,7 +14,9 @@ from mlc_amd.compiler.codegen.cpu import build_module
 from mlc_amd.schedules.cpu.attention.cache import cache_types as cpu_types
 from mlc_amd.schedules.cpu.base.arch import resolve
 from mlc_amd.schedules.gpu.attention.cache import cache_types as gpu_types
+from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.schedules.gpu.base.arch import resolve as gfx
+from mlc_amd.schedules.gpu.latent import selected_tiles
 from mlc_amd.schedules.operators import SelectedAttention, SelectKeys
 from mlc_amd.schedules.operators.attention import PAGE, SLOTS, Attention
 from mlc_amd.tools.reference.case import Case
@@ -64,14 +67,14 @@ def arrays_of(op, layout):
     }  # fmt: skip
 
 
-def check(op, layout, execute):
+def check(op, layout, execute, limit=1e-5):
     arrays = arrays_of(op, layout)
     case = Case(op, {name: array.copy() for name, array in arrays.items()}, layout, np.arange(M))
     expected = results(case)
     execute(arrays)
     for name, wanted in expected.items():
         found = arrays[name] if wanted.rows is None else arrays[name][wanted.rows]
-        assert np.abs(found - wanted.value).max() <= 1e-5 * np.abs(wanted.value).max(), name
+        assert np.abs(found - wanted.value).max() <= limit * np.abs(wanted.value).max(), name
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -109,3 +112,15 @@ def test_vulkan(kernel):
 def test_in_the_emulator(name, kernel):
     func = built(KERNELS[kernel], gfx(name))
     check(KERNELS[kernel], "gpu", lambda arrays: emulated(func, arrays, gfx(name)))
+
+
+MATRIX = SelectedAttention(layer=replace(LAYER, heads=20, d=96, sinks=True), used=128, m=M)
+
+
+@pytest.mark.parametrize("units", [1, 132])
+def test_on_matrices(units):
+    """With one split of a row and with several; weights are float16."""
+    arch = replace(profiles.resolve("nvidia"), units=units)
+    plan = selected_tiles.plan_for(MATRIX, arch)
+    assert plan and (selected_tiles.splits_of(MATRIX, plan, arch) > 1) == (units > 1)
+    check(MATRIX, "gpu", lambda arrays: execute(built(MATRIX, arch), arrays, arch), 1e-3)

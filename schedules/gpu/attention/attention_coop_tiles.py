@@ -133,7 +133,12 @@ class SharedBlock:
         return unit // (width * units) * KEYS + unit % width, unit // width % units
 
     def _unit(self, i: int) -> Expr:
-        return T.Bind(owned(i * self.threads, self.tid, self.threads, self.units)[0])
+        """Of piece i; where that has none for this thread, of the piece before once more."""
+        place, valid = owned(i * self.threads, self.tid, self.threads, self.units)
+        if i and valid is not None:
+            own = T.Bind(i * self.threads + self.tid)
+            place = T.Select(own < self.units, own, own - self.threads)
+        return T.Bind(place)
 
     def load(self, block: KeyBlock) -> None:
         """Starts the loads into registers."""

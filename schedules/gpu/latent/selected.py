@@ -5,14 +5,15 @@ scores some keys, then sums some columns.
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.choices import choices, keys_of
-from mlc_amd.schedules.gpu.attention.attention_step import LOWEST, with_sink
+from mlc_amd.schedules.gpu.attention.attention_step import LOWEST, Step, with_sink
 from mlc_amd.schedules.gpu.attention.cache import KEYS, UNIT, Cache, clamped_position, place_args, row_slot
 from mlc_amd.schedules.gpu.base.device import barrier, exp2, fma, launch, maximum, rcp, wave_max
 from mlc_amd.schedules.gpu.base.norm import workgroup_sum
-from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.profiles import Device, Profile
 from mlc_amd.schedules.gpu.base.registers import at, elements, filled, put
 from mlc_amd.schedules.gpu.base.step import builds, if_live
-from mlc_amd.schedules.operators.attention import PAGE
+from mlc_amd.schedules.gpu.latent import selected_tiles
+from mlc_amd.schedules.operators.attention import PAGE, CausalAttention
 from mlc_amd.schedules.operators.indexer import SelectedAttention
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
@@ -28,14 +29,19 @@ def selected_attention(op: SelectedAttention, arch: Device, state: Buffer, plan:
     """Kernel (state, rows, pages, Qo, Ids, Kc, [Vc], [Sinks], Y). ValueError for more keys than shared memory holds the
     scores of."""
     spec, m, waves = op.layer, op.m, _waves(arch)
-    threads = arch.wave * waves
-    if 8 * op.most_keys + 4 * THREADS * UNIT + 1024 > arch.lds:
+    threads, plan = arch.wave * waves, selected_tiles.plan_for(op, arch)
+    if not plan and 8 * op.most_keys + 4 * THREADS * UNIT + 1024 > arch.lds:
         raise ValueError(f"{op.most_keys} keys: shared memory holds fewer")
     rows, pages = place_args(m, spec)
     Q = T.arg("Qo", T.buffer((m, spec.heads, spec.width), "float16"))
     (Ids,) = declared("int32", Ids=(m, op.sets * op.used))
     cache, sinks = Cache(spec, pages), declared(Sinks=(spec.heads,) if spec.sinks else None)[0]
     (Y,) = declared(Y=(m, spec.heads * spec.value_d))
+    if plan and isinstance(arch, Profile):
+        rowwise = CausalAttention(layer=spec, m=m, single=m, layout="")
+        step = Step(rowwise, state, rows, Q, None, cache, sinks, [], [Y])
+        selected_tiles.emit(op, step, Ids, arch, plan)
+        return
     with launch((spec.heads, m), (arch.wave, waves)) as (head, row, lane, wave), if_live(state, m, row):
         thread, last = T.Bind(wave * arch.wave + lane), clamped_position(rows, row, spec.ctx)
         slot, many, kv = row_slot(rows, row), choices(op, last), T.Bind(head // spec.group)
