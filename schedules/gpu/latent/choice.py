@@ -10,7 +10,7 @@
 Rows that see no more keys than they may choose need neither scores nor digits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tvm.tirx.script import builder as T
 
@@ -21,17 +21,19 @@ from mlc_amd.schedules.gpu.base.device import barrier, fma, launch, maximum, uni
 from mlc_amd.schedules.gpu.base.group import Group
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
-from mlc_amd.schedules.gpu.base.registers import at, elements, filled, local, put
+from mlc_amd.schedules.gpu.base.registers import at, elements, filled, local, owned, put
 from mlc_amd.schedules.gpu.base.step import builds, if_live, is_live, kept, once, when
 from mlc_amd.schedules.operators.attention import PAGE, SLOTS
 from mlc_amd.schedules.operators.indexer import SelectKeys
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 LEAST = -(1 << 31)  # in the place of the scores of keys that a row does not see
-DIGITS = ((20, 12), (10, 10), (0, 10))  # of a score, the highest first: the lowest bit, bits
+DIGITS = ((21, 11), (10, 11), (0, 10))  # of a score, the highest first: the lowest bit, bits
 COUNTS = 1 << DIGITS[0][1]
-KEYS, HEADS = 4, 8  # of a lane, and of these keys at a time
+GROUP, KEYS, HEADS = 128, 4, 8  # keys of a workgroup and of a lane, and heads of these keys at a time, at most
 WAVES = 4  # that have the same keys, at most
+ROOMY = 32 * 1024  # bytes of shared memory with which a workgroup counts its scores' digits itself
+BATCH = 4  # loads of scores in flight
 MOST_THREADS = 1024  # of the third launch
 
 
@@ -77,56 +79,103 @@ def _first_digit(order: Expr) -> Expr:
     return T.shift_right(order, T.int32(DIGITS[0][0])) + COUNTS // 2
 
 
+class _Keys:
+    """Keys of a group in shared memory, some columns at a time, `size` keys of which each lane has `per`."""
+
+    def __init__(self, arch: Device, op: SelectKeys, Ik: Buffer, threads: int, tid: Expr):
+        self.Ik, self.threads, self.tid, self.wave = Ik, threads, tid, arch.wave
+        self.columns = max(n for n in range(UNIT, (64 if arch.lds >= ROOMY else 32) + 1, UNIT) if op.d % n == 0)
+        self.per = max(min(KEYS, GROUP // arch.wave), 1)
+        self.size, self.units = self.per * arch.wave, self.columns // UNIT
+        # a unit after each row: neighbouring rows start in different banks
+        self.buffer = T.alloc_buffer((self.size, (self.units + 1) * UNIT), "float16", scope="shared")
+
+    def load(self, place: Callable[[Expr], tuple[Expr, Expr]], column: Expr) -> None:
+        """The columns from that one on. place(number): page of a key, and where it is there."""
+        targets, values, count = [], [], self.size * self.units
+        for first in range(0, count, self.threads):
+            own, valid = owned(first, self.tid, self.threads, count)
+            own = T.Bind(own)
+            targets.append((own // self.units, at(own % self.units * UNIT, UNIT), valid))
+            page, there = place(own // self.units)
+            values.append(T.Bind(self.Ik[page, there, at(column + own % self.units * UNIT, UNIT)]))
+        for (key, unit, valid), value in zip(targets, values, strict=True):
+            with when(valid):
+                put(self.buffer, value, key, unit)
+
+    def add_products(self, products: Buffer, query: Callable[[int, Expr], Expr], heads: int, lane: Expr) -> None:
+        """products[h * per + i] += head h's query times the lane's key number i. query(h, column): WIDTH elements of it
+        from that one of these columns on."""
+        with kept(self.units) as unit:
+            keys = [T.Bind(self.buffer[i * self.wave + lane, at(unit * UNIT, UNIT)]) for i in range(self.per)]
+            keys = [[T.Bind(T.cast(x, "float32")) for x in elements(key)] for key in keys]
+            for h in range(heads):
+                for first in range(0, UNIT, WIDTH):
+                    q = elements(T.Bind(query(h, unit * UNIT + first)))
+                    for i, key in enumerate(keys):
+                        product = products[h * self.per + i]
+                        for a, b in zip(q, key[first:], strict=False):
+                            product = fma(a, b, product)
+                        put(products, product, h * self.per + i)
+
+
 def _score_keys(op: SelectKeys, arch: Device, state: Buffer, places, buffers) -> None:
     (rows, pages), (Q, W, Ik, Order, Counts), m, d = places, buffers, op.m, op.d
     waves = next(n for n in (WAVES, 2, 1) if op.heads % n == 0 and n * arch.wave <= arch.threads)
-    own, threads, size = op.heads // waves, waves * arch.wave, KEYS * arch.wave
+    own, threads, size = op.heads // waves, waves * arch.wave, max(min(KEYS, GROUP // arch.wave), 1) * arch.wave
     together = max(n for n in range(1, HEADS + 1) if own % n == 0)
     with launch((-(-op.ctx // size), m), (arch.wave, waves)) as (group, row, lane, thread_wave):
         wave, last = uniform(arch, thread_wave), clamped_position(rows, row, op.ctx)
         works = (group * size <= last) & (last >= op.used)
         with once(works if m == 1 else works & is_live(state, row)):
-            slot, sums = row_slot(rows, row), T.alloc_buffer((waves, size), "float32", scope="shared")
-            keys = [T.Bind(T.min(group * size + (i * arch.wave + lane), last)) for i in range(KEYS)]
-            there = [(T.Bind(pages[slot, key // PAGE]), T.Bind(key % PAGE)) for key in keys]
-            totals = filled(T.float32(0), KEYS)
+            tid, slot = T.Bind(wave * arch.wave + lane), row_slot(rows, row)
+            keys, sums = _Keys(arch, op, Ik, threads, tid), T.alloc_buffer((waves, size), "float32", scope="shared")
+            counts = T.alloc_buffer((COUNTS,), "int32", scope="shared") if arch.lds >= ROOMY else None
+            if counts is not None:
+                with T.serial(COUNTS // threads) as i:
+                    put(counts, T.int32(0), i * threads + tid)
+
+            def place(number: Expr) -> tuple[Expr, Expr]:
+                key = T.Bind(T.min(group * size + number, last))
+                return T.Bind(pages[slot, key // PAGE]), T.Bind(key % PAGE)
+
+            totals = filled(T.float32(0), keys.per)
             with kept(own // together) as part:
-                head = T.Bind(wave * own + part * together)
-                products = _products(Q, Ik, row, head, together, there, d)
+                head, products = T.Bind(wave * own + part * together), filled(T.float32(0), together * keys.per)
+                with kept(d // keys.columns) as chunk:
+                    barrier()
+                    column = T.Bind(chunk * keys.columns)
+                    keys.load(place, column)
+                    barrier()
+                    keys.add_products(
+                        products, lambda h, c: Q[row, at((head + h) * d + column + c, WIDTH)], together, lane
+                    )  # fmt: skip
                 for h in range(together):
                     weight = T.Bind(W[row, head + h])
-                    for i in range(KEYS):
-                        positive = maximum(products[h * KEYS + i], T.float32(0))
+                    for i in range(keys.per):
+                        positive = maximum(products[h * keys.per + i], T.float32(0))
                         put(totals, fma(weight, positive, totals[i]), i)
-            for i in range(KEYS):
+            for i in range(keys.per):
                 put(sums, totals[i], wave, i * arch.wave + lane)
             barrier()
             for first in range(0, size, threads):
-                place = T.Bind(first + wave * arch.wave + lane)
-                key, total = T.Bind(group * size + place), sums[0, place]
+                number, valid = owned(first, tid, threads, size)
+                key, total = T.Bind(group * size + number), sums[0, number]
                 for i in range(1, waves):
-                    total = total + sums[i, place]
-                order = T.Bind(_order(total))
-                with T.If(key <= last), T.Then():
+                    total = total + sums[i, number]
+                order, seen = T.Bind(_order(total)), key <= last
+                with T.If(seen if valid is None else seen & valid), T.Then():
                     put(Order, order, row, 0, key)
-                    _count(Counts, row, _first_digit(order))
-
-
-def _products(Q: Buffer, Ik: Buffer, row: Expr, head: Expr, heads: int, there: list, d: int) -> Buffer:
-    """Of so many heads from that one on with each of a lane's keys, in registers."""
-    products = filled(T.float32(0), heads * len(there))
-    with kept(d // UNIT) as unit:
-        units = [T.Bind(Ik[page, place, at(unit * UNIT, UNIT)]) for page, place in there]
-        keys = [[T.Bind(T.cast(x, "float32")) for x in elements(of_key)] for of_key in units]
-        for h in range(heads):
-            for first in range(0, UNIT, WIDTH):
-                q = elements(T.Bind(Q[row, at((head + h) * d + unit * UNIT + first, WIDTH)]))
-                for i, key in enumerate(keys):
-                    product = products[h * len(keys) + i]
-                    for a, b in zip(q, key[first:], strict=False):
-                        product = fma(a, b, product)
-                    put(products, product, h * len(keys) + i)
-    return products
+                    if counts is None:
+                        _count(T.int32(1), Counts, row, _first_digit(order))
+                    else:
+                        _count(T.int32(1), counts, _first_digit(order))
+            if counts is not None:
+                barrier()
+                with T.serial(COUNTS // threads) as i:
+                    count = T.Bind(counts[i * threads + tid])
+                    with T.If(count > 0), T.Then():
+                        _count(count, Counts, row, i * threads + tid)
 
 
 def _score_blocks(op: SelectKeys, arch: Device, state: Buffer, places, buffers) -> None:
@@ -187,15 +236,17 @@ def _choose(op: SelectKeys, group: Group, buffers, row: tuple[Expr, Expr], last:
         with T.If(((last < most) | (place >= most)) & (place < op.used)), T.Then():
             put(Ids, T.Select((place <= last) & (place < most), place, T.int32(-1)), row[0], row[1] * op.used + place)
     with once(T.Bind(last >= most)):
-        steps, end = T.Bind(last // (threads * WIDTH) + 1), int(Order.shape[2]) - WIDTH
+        steps, end = T.Bind(last // (threads * WIDTH * BATCH) + 1), int(Order.shape[2]) - WIDTH
 
         def each() -> Iterator[tuple[Expr, list[Expr]]]:
             """(the number of the first, some scores) of those that a wave has, in order."""
             with T.serial(steps) as i:
-                first = T.Bind(((group.wave * steps + i) * arch.wave + group.lane) * WIDTH)
-                scores = T.Bind(Order[*row, at(T.min(first, T.int32(end)), WIDTH)])
-                seen = [T.Select(first + e <= last, x, T.int32(LEAST)) for e, x in enumerate(elements(scores))]
-                yield first, [T.Bind(x) for x in seen]
+                begin = (group.wave * steps + i) * (BATCH * arch.wave)
+                firsts = [T.Bind((begin + n * arch.wave + group.lane) * WIDTH) for n in range(BATCH)]
+                loaded = [T.Bind(Order[*row, at(T.min(first, T.int32(end)), WIDTH)]) for first in firsts]
+                for first, scores in zip(firsts, loaded, strict=True):
+                    seen = [T.Select(first + e <= last, x, T.int32(LEAST)) for e, x in enumerate(elements(scores))]
+                    yield first, [T.Bind(x) for x in seen]
 
         least, wanted = _least(group, each, None if Counts is None else (Counts, row[0]), most)
         counts = filled(T.int32(0), 2)
@@ -225,7 +276,7 @@ def _choose(op: SelectKeys, group: Group, buffers, row: tuple[Expr, Expr], last:
 def _least(group: Group, each, counted: tuple[Buffer, Expr] | None, most: Expr) -> tuple[Expr, Expr]:
     """(The least score that is chosen, how many with that score), of the `most` largest scores that `each` visits.
     counted: (buffer, row) of the counts of the first digit, None: they are not known."""
-    counts = T.alloc_buffer((COUNTS if counted is None else 1 << DIGITS[1][1],), "int32", scope="shared")
+    counts = T.alloc_buffer((COUNTS,), "int32", scope="shared")
     found = T.alloc_buffer((2,), "int32", scope="shared")
     least, wanted = T.int32(LEAST), most
     for i, (shift, bits) in enumerate(DIGITS):
@@ -243,7 +294,7 @@ def _least(group: Group, each, counted: tuple[Buffer, Expr] | None, most: Expr) 
                         same = (rest >= 0) & (rest < (1 << (shift + bits)))
                         digit = T.shift_right(score, T.int32(shift)) & (size - 1)
                     with when(same):
-                        _count(counts, digit)
+                        _count(T.int32(1), counts, digit)
             barrier()
         _find_digit(group, found, wanted, size, (counts,) if i or counted is None else counted)
         least, wanted = T.Bind(least ^ T.shift_left(found[0], T.int32(shift))), T.Bind(found[1])
@@ -251,8 +302,8 @@ def _least(group: Group, each, counted: tuple[Buffer, Expr] | None, most: Expr) 
     return least, wanted
 
 
-def _count(counts: Buffer, *index: Expr) -> None:
-    T.evaluate(T.call_intrin("int32", "tirx.atomic_add", T.address_of(counts[index]), T.int32(1)))
+def _count(amount: Expr, counts: Buffer, *index: Expr) -> None:
+    T.evaluate(T.call_intrin("int32", "tirx.atomic_add", T.address_of(counts[index]), amount))
 
 
 def _find_digit(group: Group, found: Buffer, wanted: Expr, size: int, counts: tuple) -> None:
