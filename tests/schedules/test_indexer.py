@@ -32,6 +32,7 @@ KERNELS = {
     "blocks": SelectKeys(heads=3, d=48, used=USED // 4, ctx=CTX, m=M, block=4),
     "blocks by head": SelectKeys(heads=2, d=48, used=3, ctx=CTX, m=M, block=16, by_head=True, local=2),
     "attention": SelectedAttention(layer=LAYER, used=USED, m=M),
+    "attention in splits": SelectedAttention(layer=replace(LAYER, heads=4, sinks=True), used=128, m=M),
     "attention with sinks": SelectedAttention(layer=replace(LAYER, sinks=True), used=USED, m=M),
     "attention to blocks": SelectedAttention(layer=WIDE, used=USED // 4, m=M, block=4, tail=True),
     "attention to blocks by head": SelectedAttention(layer=WIDE, used=3, m=M, block=16, sets=2),

@@ -33,7 +33,7 @@ COUNTS = 1 << DIGITS[0][1]
 GROUP, KEYS, HEADS = 128, 4, 8  # keys of a workgroup and of a lane, and heads of these keys at a time, at most
 WAVES = 4  # that have the same keys, at most
 ROOMY = 32 * 1024  # bytes of shared memory with which a workgroup counts its scores' digits itself
-BATCH = 4  # loads of scores in flight
+BATCH = 8  # loads of scores in flight
 MOST_THREADS = 1024  # of the third launch
 
 
@@ -62,7 +62,7 @@ def select_keys(op: SelectKeys, arch: Device, state: Buffer, plan: None) -> None
         _score_keys(op, arch, state, (rows, pages), (Q, W, Ik, Order, Counts))
     else:
         _score_blocks(op, arch, state, (rows, pages), (Q, Ik, Order))
-    waves = max(min(MOST_THREADS, arch.threads, op.blocks // 2) // arch.wave, 1)
+    waves = max(min(MOST_THREADS, arch.most_threads, op.blocks // 2) // arch.wave, 1)
     with launch((op.sets, m), (arch.wave, waves)) as (own, row, lane, wave), if_live(state, m, row):
         position = clamped_position(rows, row, op.ctx)
         last, wanted = T.Bind(position // op.block), choices(op, position)

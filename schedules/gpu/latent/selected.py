@@ -1,6 +1,10 @@
-"""Attention to chosen keys on the GPU (schedules/operators/indexer.py). A workgroup has a head of a row: a thread
-scores some keys, then sums some columns.
+"""Attention to chosen keys on the GPU (schedules/operators/indexer.py): on cooperative matrices `selected_tiles.py`'s.
+Else a workgroup has some heads of a row that share a KV head, and all of the row's keys or a split of them: a thread
+scores some keys, then sums some columns. A second launch joins splits.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
@@ -11,120 +15,229 @@ from mlc_amd.schedules.gpu.base.device import barrier, exp2, fma, launch, maximu
 from mlc_amd.schedules.gpu.base.norm import workgroup_sum
 from mlc_amd.schedules.gpu.base.profiles import Device, Profile
 from mlc_amd.schedules.gpu.base.registers import at, elements, filled, put
-from mlc_amd.schedules.gpu.base.step import builds, if_live
+from mlc_amd.schedules.gpu.base.step import builds, if_live, when
 from mlc_amd.schedules.gpu.latent import selected_tiles
 from mlc_amd.schedules.operators.attention import PAGE, CausalAttention
 from mlc_amd.schedules.operators.indexer import SelectedAttention
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 THREADS = 256
+HEADS = 4  # of a workgroup, at most
+LEAST = 64  # keys of a split, where a row sees so many
+FILL = 2  # workgroups for each compute unit that keys are split among
+EXTRA = 2  # float32 after a head's columns in a part: top and total
 
 
-def _waves(arch: Device) -> int:
-    return max(min(THREADS, arch.threads) // arch.wave, 1)
+class Shape(NamedTuple):
+    """Of a workgroup: heads, the splits of a row's keys, and the keys of a split at most."""
+
+    heads: int
+    splits: int
+    keys: int
+
+    def lds_bytes(self) -> int:
+        return 4 * ((self.heads + 1) * self.keys + THREADS * UNIT) + 1024
+
+    def active(self, count: Expr) -> Expr:
+        """Splits of so many keys."""
+        return T.Bind(T.max(T.min((count + (LEAST - 1)) // LEAST, T.int32(self.splits)), T.int32(1)))
+
+
+def shape_of(op: SelectedAttention, arch: Device) -> Shape:
+    """The most heads for which shared memory holds the scores. ValueError if it does not those of one."""
+    for heads in range(HEADS, 0, -1):
+        if op.layer.group % heads == 0:
+            groups = op.layer.heads // heads * op.m
+            splits = max(min(FILL * arch.units // groups, op.most_keys // LEAST), 1)
+            shape = Shape(heads, splits, max(LEAST, -(-op.most_keys // splits)))
+            if shape.lds_bytes() <= arch.lds:
+                return shape
+    raise ValueError(f"{op.most_keys} keys: shared memory holds fewer")
 
 
 @builds(SelectedAttention)
 def selected_attention(op: SelectedAttention, arch: Device, state: Buffer, plan: None) -> None:
     """Kernel (state, rows, pages, Qo, Ids, Kc, [Vc], [Sinks], Y). ValueError for more keys than shared memory holds the
     scores of."""
-    spec, m, waves = op.layer, op.m, _waves(arch)
-    threads, plan = arch.wave * waves, selected_tiles.plan_for(op, arch)
-    if not plan and 8 * op.most_keys + 4 * THREADS * UNIT + 1024 > arch.lds:
-        raise ValueError(f"{op.most_keys} keys: shared memory holds fewer")
+    spec, m, tile = op.layer, op.m, selected_tiles.plan_for(op, arch)
     rows, pages = place_args(m, spec)
     Q = T.arg("Qo", T.buffer((m, spec.heads, spec.width), "float16"))
     (Ids,) = declared("int32", Ids=(m, op.sets * op.used))
     cache, sinks = Cache(spec, pages), declared(Sinks=(spec.heads,) if spec.sinks else None)[0]
     (Y,) = declared(Y=(m, spec.heads * spec.value_d))
-    if plan and isinstance(arch, Profile):
+    if tile and isinstance(arch, Profile):
         rowwise = CausalAttention(layer=spec, m=m, single=m, layout="")
         step = Step(rowwise, state, rows, Q, None, cache, sinks, [], [Y])
-        selected_tiles.emit(op, step, Ids, arch, plan)
+        selected_tiles.emit(op, step, Ids, arch, tile)
         return
-    with launch((spec.heads, m), (arch.wave, waves)) as (head, row, lane, wave), if_live(state, m, row):
-        thread, last = T.Bind(wave * arch.wave + lane), clamped_position(rows, row, spec.ctx)
-        slot, many, kv = row_slot(rows, row), choices(op, last), T.Bind(head // spec.group)
-        own = T.Bind(kv // (spec.kv_heads // op.sets))
-        count = keys_of(op, many, Ids[row, own * op.used + many - 1], last)
-        scores = T.alloc_buffer((op.most_keys,), "float32", scope="shared")
-        places = T.alloc_buffer((op.most_keys,), "int32", scope="shared")
-        parts = [T.alloc_buffer((waves,), "float32", scope="shared") for _ in range(2)]
+    shape, d = shape_of(op, arch), spec.value_d
+    Parts = T.alloc_buffer((m, shape.splits, spec.heads, d + EXTRA), "float32") if shape.splits > 1 else None
 
-        def element(there: Expr, column: Expr, size: int) -> Expr:
-            tile, within = T.Bind(there % PAGE // KEYS), T.Bind(there % KEYS)
-            return cache.Kc[there // PAGE, kv, tile, column // UNIT, within, at(column % UNIT, size)]
+    def seen(row: Expr, kv: Expr) -> tuple[Expr, Expr, Expr]:
+        """(its position, the first of the ids for that KV head, how many keys they are)."""
+        last = clamped_position(rows, row, spec.ctx)
+        first, many = T.Bind(kv // (spec.kv_heads // op.sets) * op.used), choices(op, last)
+        return last, first, keys_of(op, many, Ids[row, first + many - 1], last)
 
-        top = filled(T.float32(LOWEST))
-        steps = T.Bind((count + (threads - 1)) // threads)
-        with T.serial(steps) as step:
-            number = T.Bind(step * threads + thread)
-            with T.If(number < count), T.Then():
-                position = Ids[row, own * op.used + number // op.block] * op.block + number % op.block
+    waves = max(min(THREADS, arch.threads) // arch.wave, 1)
+    grid = spec.heads // shape.heads, shape.splits, m
+    with launch(grid, (arch.wave, waves)) as (group, split, row, lane, wave), if_live(state, m, row):
+        head = T.Bind(group * shape.heads)
+        kv = T.Bind(head // spec.group)
+        last, first, count = seen(row, kv)
+        active, begin, end = None, T.int32(0), count
+        if Parts is not None:
+            active = shape.active(count)
+            begin, end = (T.Bind(T.truncdiv((split + i) * count, active)) for i in range(2))
+        work = _Work(op, arch, shape, waves, (Q, cache, sinks), (row, head, kv), (lane, wave))
+        # a loop of 0 or 1 steps: barriers in an `if` are refused
+        with T.serial(1 if active is None else T.cast(split < active, "int32")):
+            slot = row_slot(rows, row)
+
+            def place(number: Expr) -> Expr:
+                """Of chosen key `number`, counted by all places of all pages."""
+                position = Ids[row, first + number // op.block] * op.block + number % op.block
                 position = T.Bind(T.max(T.min(position, last), T.int32(0)))
-                there = T.Bind(pages[slot, position // PAGE] * PAGE + position % PAGE)
-                product = filled(T.float32(0))
-                with T.serial(spec.d // UNIT) as unit:
-                    k, q = (T.Bind(x) for x in (element(there, unit * UNIT, UNIT), Q[row, head, at(unit * UNIT, UNIT)]))
-                    for a, b in zip(elements(k), elements(q), strict=True):
-                        put(product, fma(T.cast(a, "float32"), T.cast(b, "float32"), product[0]), 0)
-                put(scores, product[0], number)
-                put(places, there, number)
-                put(top, maximum(top[0], product[0]), 0)
-        best = wave_max(arch, T.Bind(top[0]))
-        with T.If(lane == 0), T.Then():
-            put(parts[0], best, wave)
-        barrier()
-        largest = filled(T.float32(LOWEST))
-        with T.serial(waves) as i:
-            put(largest, maximum(largest[0], parts[0][i]), 0)
-        total = filled(T.float32(0))
+                return T.Bind(pages[slot, position // PAGE] * PAGE + position % PAGE)
+
+            tops, totals = work.weigh(place, begin, T.Bind(end - begin))
+            for h, column, value, valid in work.sums(T.Bind(end - begin)):
+                own = T.Bind(head + h)
+                with when(valid):
+                    if Parts is None:
+                        put(Y, value * rcp(with_sink(sinks, own, totals[h], tops[h], 0)), row, own * d + column)
+                    else:
+                        put(Parts, value, row, split, own, column)
+            if Parts is not None:
+                for h in range(shape.heads):
+                    with T.If(work.thread == 0), T.Then():
+                        put(Parts, tops[h], row, split, head + h, d)
+                        put(Parts, totals[h], row, split, head + h, d + 1)
+    if Parts is not None:
+        with launch((spec.heads, m), (arch.wave, waves)) as (head, row, lane, wave), if_live(state, m, row):
+            _, _, count = seen(row, T.Bind(head // spec.group))
+            _join(Parts, Y, sinks, (row, head), shape.active(count), T.Bind(wave * arch.wave + lane), waves * arch.wave)
+
+
+def _join(Parts: Buffer, Y: Buffer, sinks: Buffer, of, active: Expr, thread: Expr, threads: int) -> None:
+    """The result of a head of a row, of what its splits have."""
+    (row, head), d = of, int(Parts.shape[3]) - EXTRA
+    largest, total = filled(T.float32(LOWEST)), filled(T.float32(0))
+    with T.serial(active) as split:
+        put(largest, maximum(largest[0], Parts[row, split, head, d]), 0)
+    with T.serial(active) as split:
+        weight = exp2(Parts[row, split, head, d] - largest[0])
+        put(total, fma(weight, Parts[row, split, head, d + 1], total[0]), 0)
+    inverse = rcp(with_sink(sinks, head, total[0], largest[0], 0))
+    for first in range(0, d, threads):
+        column, result = T.Bind(T.min(first + thread, T.int32(d - 1))), filled(T.float32(0))
+        with T.serial(active) as split:
+            weight = exp2(Parts[row, split, head, d] - largest[0])
+            put(result, fma(weight, Parts[row, split, head, column], result[0]), 0)
+        with T.If(first + thread < d), T.Then():
+            put(Y, result[0] * inverse, row, head * d + column)
+
+
+class _Work:
+    """What a workgroup does for its heads of a row: buffers (queries, cache, sinks), of: (row, first head, KV head)."""
+
+    def __init__(self, op: SelectedAttention, arch: Device, shape: Shape, waves: int, buffers, of, place):
+        self.spec, self.arch, self.heads, self.waves = op.layer, arch, shape.heads, waves
+        (self.Q, self.cache, _), (self.row, self.head, self.kv), (self.lane, self.wave) = buffers, of, place
+        self.threads, self.thread = arch.wave * waves, T.Bind(self.wave * arch.wave + self.lane)
+        self.scores = T.alloc_buffer((shape.heads, shape.keys), "float32", scope="shared")
+        self.places = T.alloc_buffer((shape.keys,), "int32", scope="shared")
+
+    def _element(self, there: Expr, column: Expr, size: int) -> Expr:
+        tile, within = T.Bind(there % PAGE // KEYS), T.Bind(there % KEYS)
+        return self.cache.Kc[there // PAGE, self.kv, tile, column // UNIT, within, at(column % UNIT, size)]
+
+    def weigh(self, place: Callable[[Expr], Expr], begin: Expr, count: Expr) -> tuple[list[Expr], list[Expr]]:
+        """Leaves the weights of `count` keys from number `begin` on; by head the largest score, the sum of weights."""
+        scores, places, threads, thread = self.scores, self.places, self.threads, self.thread
+        steps, top = T.Bind((count + (threads - 1)) // threads), filled(T.float32(LOWEST), self.heads)
         with T.serial(steps) as step:
             number = T.Bind(step * threads + thread)
-            score = T.Bind(scores[T.min(number, count - 1)])
             with T.If(number < count), T.Then():
-                weight = exp2(maximum(score - largest[0], T.float32(-120)))
-                put(scores, weight, number)
-                put(total, total[0] + weight, 0)
-        total = workgroup_sum(arch, waves, total[0], parts[1], wave, lane)
-        inverse = rcp(with_sink(sinks, head, total, largest[0], 0))
-        if spec.values and spec.value_d // UNIT <= threads:
-            _sum_units(op, arch, threads, element, (scores, places, Y), (row, head), (thread, count), inverse)
+                there, product = place(T.Bind(begin + number)), filled(T.float32(0), self.heads)
+                with T.serial(self.spec.d // UNIT) as unit:
+                    key = [
+                        T.Bind(T.cast(x, "float32")) for x in elements(T.Bind(self._element(there, unit * UNIT, UNIT)))
+                    ]
+                    for h in range(self.heads):
+                        query = elements(T.Bind(self.Q[self.row, self.head + h, at(unit * UNIT, UNIT)]))
+                        for a, b in zip(key, query, strict=True):
+                            put(product, fma(a, T.cast(b, "float32"), product[h]), h)
+                put(places, there, number)
+                for h in range(self.heads):
+                    put(scores, product[h], h, number)
+                    put(top, maximum(top[h], product[h]), h)
+        tops, totals = [], []
+        for h in range(self.heads):
+            parts = [T.alloc_buffer((self.waves,), "float32", scope="shared") for _ in range(2)]
+            best, largest, total = wave_max(self.arch, T.Bind(top[h])), filled(T.float32(LOWEST)), filled(T.float32(0))
+            with T.If(self.lane == 0), T.Then():
+                put(parts[0], best, self.wave)
+            barrier()
+            with T.serial(self.waves) as i:
+                put(largest, maximum(largest[0], parts[0][i]), 0)
+            with T.serial(steps) as step:
+                number = T.Bind(step * threads + thread)
+                score = T.Bind(scores[h, T.min(number, count - 1)])
+                with T.If(number < count), T.Then():
+                    weight = exp2(maximum(score - largest[0], T.float32(-120)))
+                    put(scores, weight, h, number)
+                    put(total, total[0] + weight, 0)
+            totals.append(workgroup_sum(self.arch, self.waves, total[0], parts[1], self.wave, self.lane))
+            tops.append(T.Bind(largest[0]))
+        return tops, totals
+
+    def sums(self, count: Expr):
+        """Yields (head, column, weighted sum of `count` values, whether there is one) of what a thread has."""
+        if self.spec.values and self.spec.value_d // UNIT <= self.threads:
+            yield from self._sums_of_units(count)
             return
-        for first in range(0, spec.value_d, threads):
-            column, result = T.Bind(T.min(first + thread, T.int32(spec.value_d - 1))), filled(T.float32(0))
+        for first in range(0, self.spec.value_d, self.threads):
+            column = T.Bind(T.min(first + self.thread, T.int32(self.spec.value_d - 1)))
+            results = filled(T.float32(0), self.heads)
             with T.serial(count) as number:
-                there = T.Bind(places[number])
-                if spec.values:
-                    value = element(there, column, 1)
+                there = T.Bind(self.places[number])
+                if self.spec.values:
+                    value = self._element(there, column, 1)
                 else:
-                    value = cache.Vc[there // PAGE, kv, there % PAGE // UNIT, column, there % UNIT]
-                value = T.cast(value, "float32")
-                put(result, fma(scores[number], value, result[0]), 0)
-            with T.If(first + thread < spec.value_d), T.Then():
-                put(Y, result[0] * inverse, row, head * spec.value_d + column)
+                    value = self.cache.Vc[there // PAGE, self.kv, there % PAGE // UNIT, column, there % UNIT]
+                value = T.Bind(T.cast(value, "float32"))
+                for h in range(self.heads):
+                    put(results, fma(self.scores[h, number], value, results[h]), h)
+            for h in range(self.heads):
+                yield h, column, results[h], first + self.thread < self.spec.value_d
 
-
-def _sum_units(op: SelectedAttention, arch: Device, threads: int, element, buffers, place, of, inverse: Expr) -> None:
-    """The result of a head of a row. A thread has a unit of the columns, and of the keys as many as there are threads
-    for each unit; their sums meet in shared memory."""
-    (scores, places, Y), (row, head), (thread, count), d = buffers, place, of, op.layer.value_d
-    units = d // UNIT
-    slices = threads // units
-    unit, part = T.Bind(thread % units), T.Bind(thread // units)
-    sums, own = T.alloc_buffer((slices, d), "float32", scope="shared"), filled(T.float32(0), UNIT)
-    with T.serial(T.max((count - part + (slices - 1)) // slices, T.int32(0))) as step:
-        number = T.Bind(T.min(step * slices + part, count - 1))
-        weight = T.Bind(scores[number])
-        for i, x in enumerate(elements(T.Bind(element(T.Bind(places[number]), unit * UNIT, UNIT)))):
-            put(own, fma(weight, T.cast(x, "float32"), own[i]), i)
-    with T.If(part < slices), T.Then():
-        for i in range(UNIT):
-            put(sums, own[i], part, unit * UNIT + i)
-    barrier()
-    for first in range(0, d, threads):
-        column, total = T.Bind(T.min(first + thread, T.int32(d - 1))), T.float32(0)
-        for i in range(slices):
-            total = total + sums[i, column]
-        with T.If(first + thread < d), T.Then():
-            put(Y, total * inverse, row, head * d + column)
+    def _sums_of_units(self, count: Expr):
+        """A thread has a unit of the columns, and of the keys as many as there are threads for each unit; their sums
+        meet in shared memory, a head after the other."""
+        d, threads = self.spec.value_d, self.threads
+        units = d // UNIT
+        slices = threads // units
+        unit, part = T.Bind(self.thread % units), T.Bind(self.thread // units)
+        shared = T.alloc_buffer((slices, d), "float32", scope="shared")
+        own = filled(T.float32(0), self.heads * UNIT)
+        with T.serial(T.max((count - part + (slices - 1)) // slices, T.int32(0))) as step:
+            number = T.Bind(T.min(step * slices + part, count - 1))
+            value = elements(T.Bind(self._element(T.Bind(self.places[number]), unit * UNIT, UNIT)))
+            value = [T.Bind(T.cast(x, "float32")) for x in value]
+            for h in range(self.heads):
+                weight = T.Bind(self.scores[h, number])
+                for i, x in enumerate(value):
+                    put(own, fma(weight, x, own[h * UNIT + i]), h * UNIT + i)
+        for h in range(self.heads):
+            if h:
+                barrier()
+            with T.If(part < slices), T.Then():
+                for i in range(UNIT):
+                    put(shared, own[h * UNIT + i], part, unit * UNIT + i)
+            barrier()
+            for first in range(0, d, threads):
+                column, total = T.Bind(T.min(first + self.thread, T.int32(d - 1))), T.float32(0)
+                for i in range(slices):
+                    total = total + shared[i, column]
+                yield h, column, T.Bind(total), first + self.thread < d
