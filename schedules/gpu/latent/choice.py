@@ -17,6 +17,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.choices import choices
 from mlc_amd.schedules.gpu.attention.attention_step import LOWEST
 from mlc_amd.schedules.gpu.attention.cache import UNIT, clamped_position, is_at, row_slot
+from mlc_amd.schedules.gpu.attention.cache_units import WORDS
 from mlc_amd.schedules.gpu.base.device import barrier, fma, launch, maximum, uniform, wave_max, wave_scan
 from mlc_amd.schedules.gpu.base.group import Group
 from mlc_amd.schedules.gpu.base.profiles import Device
@@ -87,21 +88,30 @@ class _Keys:
         self.columns = max(n for n in range(UNIT, (64 if arch.lds >= ROOMY else 32) + 1, UNIT) if op.d % n == 0)
         self.per = max(min(KEYS, GROUP // arch.wave), 1)
         self.size, self.units = self.per * arch.wave, self.columns // UNIT
+        self.loaded = local(-(-self.size * self.units // threads) * WORDS, "uint32")
         # a unit after each row: neighbouring rows start in different banks
         self.buffer = T.alloc_buffer((self.size, (self.units + 1) * UNIT), "float16", scope="shared")
 
     def load(self, place: Callable[[Expr], tuple[Expr, Expr]], column: Expr) -> None:
-        """The columns from that one on. place(number): page of a key, and where it is there."""
-        targets, values, count = [], [], self.size * self.units
+        """Starts the loads of the columns from that one on into registers. place(number): page of a key, and where it
+        is there."""
+        for i, (own, _) in enumerate(self._pieces()):
+            page, there = place(own // self.units)
+            unit = T.Bind(self.Ik[page, there, at(column + own % self.units * UNIT, UNIT)])
+            put(self.loaded, T.reinterpret(f"uint32x{WORDS}", unit), at(i * WORDS, WORDS))
+
+    def store(self) -> None:
+        for i, (own, valid) in enumerate(self._pieces()):
+            unit = T.reinterpret(f"float16x{UNIT}", self.loaded[at(i * WORDS, WORDS)])
+            with when(valid):
+                put(self.buffer, unit, own // self.units, at(own % self.units * UNIT, UNIT))
+
+    def _pieces(self) -> Iterator[tuple[Expr, Expr | None]]:
+        """(number of a unit, whether there is one; None: each thread has one) of what a thread has."""
+        count = self.size * self.units
         for first in range(0, count, self.threads):
             own, valid = owned(first, self.tid, self.threads, count)
-            own = T.Bind(own)
-            targets.append((own // self.units, at(own % self.units * UNIT, UNIT), valid))
-            page, there = place(own // self.units)
-            values.append(T.Bind(self.Ik[page, there, at(column + own % self.units * UNIT, UNIT)]))
-        for (key, unit, valid), value in zip(targets, values, strict=True):
-            with when(valid):
-                put(self.buffer, value, key, unit)
+            yield T.Bind(own), valid
 
     def add_products(self, products: Buffer, query: Callable[[int, Expr], Expr], heads: int, lane: Expr) -> None:
         """products[h * per + i] += head h's query times the lane's key number i. query(h, column): WIDTH elements of it
@@ -142,11 +152,13 @@ def _score_keys(op: SelectKeys, arch: Device, state: Buffer, places, buffers) ->
             totals = filled(T.float32(0), keys.per)
             with kept(own // together) as part:
                 head, products = T.Bind(wave * own + part * together), filled(T.float32(0), together * keys.per)
+                keys.load(place, T.int32(0))
                 with kept(d // keys.columns) as chunk:
                     barrier()
-                    column = T.Bind(chunk * keys.columns)
-                    keys.load(place, column)
+                    keys.store()
                     barrier()
+                    column = T.Bind(chunk * keys.columns)
+                    keys.load(place, T.Bind(T.min(column + keys.columns, T.int32(d - keys.columns))))
                     keys.add_products(
                         products, lambda h, c: Q[row, at((head + h) * d + column + c, WIDTH)], together, lane
                     )  # fmt: skip
