@@ -5,13 +5,12 @@ The keys of a block are those that the row's ids name, wherever the cache has th
 """
 
 from contextlib import nullcontext
-from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.choices import choices
 from mlc_amd.schedules.gpu.attention.attention_step import Step
-from mlc_amd.schedules.gpu.attention.cache import KEYS, UNIT, Cache, Visible, clamped_position, row_slot
+from mlc_amd.schedules.gpu.attention.cache import KEYS, UNIT, Cache, KeyBlock, Visible, clamped_position, row_slot
 from mlc_amd.schedules.gpu.base.device import launch, uniform
 from mlc_amd.schedules.gpu.base.profiles import Device, Profile
 from mlc_amd.schedules.gpu.base.registers import at
@@ -24,38 +23,31 @@ from mlc_amd.schedules.operators.indexer import SelectedAttention
 from mlc_amd.schedules.tir import Buffer, Expr
 
 
-class ChosenBlock(NamedTuple):
-    """A block of chosen keys, of which a thread looks at one: it is at `there`, counted by all places of all pages."""
-
-    cache: Cache
-    there: Expr
-    place0: int = 0
+class ChosenBlock(KeyBlock):
+    """A block of chosen keys, of which a thread looks at one: `page` is its place, counted by all places of all
+    pages."""
 
     def key(self, place: Expr, c: Expr) -> Expr:
-        """As of `KeyBlock`."""
-        page, place = self.there // PAGE, T.Bind(self.there % PAGE)
-        return self.cache.Kc[page, 0, place // KEYS, c, place % KEYS, at(0, UNIT)]
+        page, place = self.page // PAGE, T.Bind(self.page % PAGE)
+        return self.cache.Kc[page, self.kv, place // KEYS, c, place % KEYS, at(0, UNIT)]
 
 
-class Chosen(NamedTuple):
-    """The keys that a row chose, `count` ones, in the place of a `Cache`. own: the number in a block of the key that
+class Chosen(Cache):
+    """The keys that a row chose, `count` ones, in the place of all keys. own: the number in a block of the key that
     this thread looks at."""
 
-    cache: Cache
-    ids: Buffer
-    row: Expr
-    count: Expr
-    last: Expr
-    own: Expr
+    def __init__(self, cache: Cache, ids: Buffer, row: Expr, count: Expr, last: Expr, own: Expr):
+        vars(self).update(vars(cache))
+        self.ids, self.row, self.count, self.last, self.own = ids, row, count, last, own
 
-    def page(self, slot: Expr, key0: Expr) -> Expr:
-        """Where the thread's key of the block that begins with number key0 is."""
-        number = T.Bind(T.min(key0 + self.own, self.count - 1))
-        position = T.Bind(T.max(T.min(self.ids[self.row, number], self.last), T.int32(0)))
-        return self.cache.page(slot, position) * PAGE + position % PAGE
+    def page(self, slot: Expr, position: Expr) -> Expr:
+        """The place of the thread's key of the block that begins with that number."""
+        number = T.Bind(T.min(position + self.own, self.count - 1))
+        there = T.Bind(T.max(T.min(self.ids[self.row, number], self.last), T.int32(0)))
+        return super().page(slot, there) * PAGE + there % PAGE
 
     def block(self, kv: Expr, key0: Expr, page: Expr, size: int) -> ChosenBlock:
-        return ChosenBlock(self.cache, page)
+        return ChosenBlock(self, kv, key0, page, 0)
 
 
 def plan_for(op: SelectedAttention, arch: Device) -> LatentDecodePlan | None:
