@@ -34,6 +34,7 @@ COUNTS = 1 << DIGITS[0][1]
 GROUP, KEYS, HEADS = 128, 4, 8  # keys of a workgroup and of a lane, and heads of these keys at a time, at most
 WAVES = 4  # that have the same keys, at most
 ROOMY = 32 * 1024  # bytes of shared memory with which a workgroup counts its scores' digits itself
+FILL = 32  # workgroups of the second launch for each compute unit, at most
 BATCH = 8  # loads of scores in flight
 MOST_THREADS = 1024  # of the third launch
 
@@ -80,6 +81,13 @@ def _first_digit(order: Expr) -> Expr:
     return T.shift_right(order, T.int32(DIGITS[0][0])) + COUNTS // 2
 
 
+def _each(count: int, threads: int, tid: Expr) -> Iterator[tuple[Expr, Expr | None]]:
+    """(A number below count, whether there is one; None: each thread has one) of those that a thread has."""
+    for first in range(0, count, threads):
+        own, valid = owned(first, tid, threads, count)
+        yield T.Bind(own), valid
+
+
 class _Keys:
     """Keys of a group in shared memory, some columns at a time, `size` keys of which each lane has `per`."""
 
@@ -95,23 +103,16 @@ class _Keys:
     def load(self, place: Callable[[Expr], tuple[Expr, Expr]], column: Expr) -> None:
         """Starts the loads of the columns from that one on into registers. place(number): page of a key, and where it
         is there."""
-        for i, (own, _) in enumerate(self._pieces()):
+        for i, (own, _) in enumerate(_each(self.size * self.units, self.threads, self.tid)):
             page, there = place(own // self.units)
             unit = T.Bind(self.Ik[page, there, at(column + own % self.units * UNIT, UNIT)])
             put(self.loaded, T.reinterpret(f"uint32x{WORDS}", unit), at(i * WORDS, WORDS))
 
     def store(self) -> None:
-        for i, (own, valid) in enumerate(self._pieces()):
+        for i, (own, valid) in enumerate(_each(self.size * self.units, self.threads, self.tid)):
             unit = T.reinterpret(f"float16x{UNIT}", self.loaded[at(i * WORDS, WORDS)])
             with when(valid):
                 put(self.buffer, unit, own // self.units, at(own % self.units * UNIT, UNIT))
-
-    def _pieces(self) -> Iterator[tuple[Expr, Expr | None]]:
-        """(number of a unit, whether there is one; None: each thread has one) of what a thread has."""
-        count = self.size * self.units
-        for first in range(0, count, self.threads):
-            own, valid = owned(first, self.tid, self.threads, count)
-            yield T.Bind(own), valid
 
     def add_products(self, products: Buffer, query: Callable[[int, Expr], Expr], heads: int, lane: Expr) -> None:
         """products[h * per + i] += head h's query times the lane's key number i. query(h, column): WIDTH elements of it
@@ -130,13 +131,14 @@ class _Keys:
 
 
 def _score_keys(op: SelectKeys, arch: Device, state: Buffer, places, buffers) -> None:
-    (rows, pages), (Q, W, Ik, Order, Counts), m, d = places, buffers, op.m, op.d
+    """A workgroup has every so many groups of keys of a row: fewer workgroups where the rows are many."""
+    (rows, pages), (_, _, Ik, _, Counts), m = places, buffers, op.m
     waves = next(n for n in (WAVES, 2, 1) if op.heads % n == 0 and n * arch.wave <= arch.threads)
-    own, threads, size = op.heads // waves, waves * arch.wave, max(min(KEYS, GROUP // arch.wave), 1) * arch.wave
-    together = max(n for n in range(1, HEADS + 1) if own % n == 0)
-    with launch((-(-op.ctx // size), m), (arch.wave, waves)) as (group, row, lane, thread_wave):
+    threads, size = waves * arch.wave, max(min(KEYS, GROUP // arch.wave), 1) * arch.wave
+    stride = min(-(-op.ctx // size), -(-FILL * arch.units // m))
+    with launch((stride, m), (arch.wave, waves)) as (begin, row, lane, thread_wave):
         wave, last = uniform(arch, thread_wave), clamped_position(rows, row, op.ctx)
-        works = (group * size <= last) & (last >= op.used)
+        works = (begin * size <= last) & (last >= op.used)
         with once(works if m == 1 else works & is_live(state, row)):
             tid, slot = T.Bind(wave * arch.wave + lane), row_slot(rows, row)
             keys, sums = _Keys(arch, op, Ik, threads, tid), T.alloc_buffer((waves, size), "float32", scope="shared")
@@ -144,50 +146,55 @@ def _score_keys(op: SelectKeys, arch: Device, state: Buffer, places, buffers) ->
             if counts is not None:
                 with T.serial(COUNTS // threads) as i:
                     put(counts, T.int32(0), i * threads + tid)
+            with kept(T.Bind((last // size - begin) // stride + 1)) as step:
+                first = T.Bind((begin + step * stride) * size)
 
-            def place(number: Expr) -> tuple[Expr, Expr]:
-                key = T.Bind(T.min(group * size + number, last))
-                return T.Bind(pages[slot, key // PAGE]), T.Bind(key % PAGE)
+                def place(number: Expr, first: Expr = first) -> tuple[Expr, Expr]:
+                    key = T.Bind(T.min(first + number, last))
+                    return T.Bind(pages[slot, key // PAGE]), T.Bind(key % PAGE)
 
-            totals = filled(T.float32(0), keys.per)
-            with kept(own // together) as part:
-                head, products = T.Bind(wave * own + part * together), filled(T.float32(0), together * keys.per)
-                keys.load(place, T.int32(0))
-                with kept(d // keys.columns) as chunk:
-                    barrier()
-                    keys.store()
-                    barrier()
-                    column = T.Bind(chunk * keys.columns)
-                    keys.load(place, T.Bind(T.min(column + keys.columns, T.int32(d - keys.columns))))
-                    keys.add_products(
-                        products, lambda h, c: Q[row, at((head + h) * d + column + c, WIDTH)], together, lane
-                    )  # fmt: skip
-                for h in range(together):
-                    weight = T.Bind(W[row, head + h])
-                    for i in range(keys.per):
-                        positive = maximum(products[h * keys.per + i], T.float32(0))
-                        put(totals, fma(weight, positive, totals[i]), i)
-            for i in range(keys.per):
-                put(sums, totals[i], wave, i * arch.wave + lane)
-            barrier()
-            for first in range(0, size, threads):
-                number, valid = owned(first, tid, threads, size)
-                key, total = T.Bind(group * size + number), sums[0, number]
-                for i in range(1, waves):
-                    total = total + sums[i, number]
-                order, seen = T.Bind(_order(total)), key <= last
-                with T.If(seen if valid is None else seen & valid), T.Then():
-                    put(Order, order, row, 0, key)
-                    if counts is None:
-                        _count(T.int32(1), Counts, row, _first_digit(order))
-                    else:
-                        _count(T.int32(1), counts, _first_digit(order))
+                _score_group(op, buffers, keys, sums, place, (row, wave, lane))
+                for number, valid in _each(size, threads, tid):
+                    total = sums[0, number]
+                    for i in range(1, waves):
+                        total = total + sums[i, number]
+                    order, seen = T.Bind(_order(total)), first + number <= last
+                    with T.If(seen if valid is None else seen & valid), T.Then():
+                        put(buffers[3], order, row, 0, first + number)
+                        digit = _first_digit(order)
+                        _count(T.int32(1), *((Counts, row, digit) if counts is None else (counts, digit)))
             if counts is not None:
                 barrier()
                 with T.serial(COUNTS // threads) as i:
                     count = T.Bind(counts[i * threads + tid])
                     with T.If(count > 0), T.Then():
                         _count(count, Counts, row, i * threads + tid)
+
+
+def _score_group(op: SelectKeys, buffers, keys: _Keys, sums: Buffer, place, of: tuple[Expr, Expr, Expr]) -> None:
+    """Leaves in `sums` each wave's part of the scores of a group of keys, when all are here."""
+    (Q, W, *_), (row, wave, lane), waves, d = buffers, of, int(sums.shape[0]), op.d
+    own = op.heads // waves
+    together = max(n for n in range(1, HEADS + 1) if own % n == 0)
+    totals = filled(T.float32(0), keys.per)
+    with kept(own // together) as part:
+        head, products = T.Bind(wave * own + part * together), filled(T.float32(0), together * keys.per)
+        keys.load(place, T.int32(0))
+        with kept(d // keys.columns) as chunk:
+            barrier()
+            keys.store()
+            barrier()
+            column = T.Bind(chunk * keys.columns)
+            keys.load(place, T.Bind(T.min(column + keys.columns, T.int32(d - keys.columns))))
+            keys.add_products(products, lambda h, c: Q[row, at((head + h) * d + column + c, WIDTH)], together, lane)
+        for h in range(together):
+            weight = T.Bind(W[row, head + h])
+            for i in range(keys.per):
+                positive = maximum(products[h * keys.per + i], T.float32(0))
+                put(totals, fma(weight, positive, totals[i]), i)
+    for i in range(keys.per):
+        put(sums, totals[i], wave, i * keys.wave + lane)
+    barrier()
 
 
 def _score_blocks(op: SelectKeys, arch: Device, state: Buffer, places, buffers) -> None:
