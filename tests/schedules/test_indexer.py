@@ -39,17 +39,16 @@ KERNELS = {
 }
 
 
-def arrays_of(op, layout):
+def arrays_of(op, layout, places):
     """Parameters by name; of a third of the keys the scores are equal."""
-    rng = np.random.default_rng(3)
-    pages = np.stack([rng.permutation(CTX // PAGE) for _ in range(SLOTS)]).astype(np.int32)
-    rows = np.array(PLACES, np.int32)
-    found = {"state": np.array([M, M, 0, 0], np.int32), "rows": rows, "pages": pages}
+    rng, rows = np.random.default_rng(3), np.array(places, np.int32)
+    pages = np.stack([rng.permutation(op.positions // PAGE) for _ in range(SLOTS)]).astype(np.int32)
+    found = {"state": np.array([op.m, op.m, 0, 0], np.int32), "rows": rows, "pages": pages}
     if isinstance(op, SelectKeys):
         inputs = {name: rng.standard_normal(shape, np.float32) for name, shape in op.shapes().items() if shape}
         cache = rng.standard_normal(op.cache_shape()).astype(np.float16)
         cache[:, ::3] = cache[0, 0]
-        return found | inputs | {"Ik": cache, "Ids": np.full((M, op.sets * op.used), -2, np.int32)}
+        return found | inputs | {"Ik": cache, "Ids": np.full((op.m, op.sets * op.used), -2, np.int32)}
     layer = op.layer
     types = (cpu_types if layout == "cpu" else gpu_types)(layer)
     dtype = np.float32 if layout == "cpu" else np.float16
@@ -68,9 +67,9 @@ def arrays_of(op, layout):
     }  # fmt: skip
 
 
-def check(op, layout, execute, limit=1e-5):
-    arrays = arrays_of(op, layout)
-    case = Case(op, {name: array.copy() for name, array in arrays.items()}, layout, np.arange(M))
+def check(op, layout, execute, limit=1e-5, places=PLACES):
+    arrays = arrays_of(op, layout, places)
+    case = Case(op, {name: array.copy() for name, array in arrays.items()}, layout, np.arange(op.m))
     expected = results(case)
     execute(arrays)
     for name, wanted in expected.items():
@@ -93,17 +92,28 @@ def test_cpu(kernel):
     check(op, "cpu", execute)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_vulkan(kernel):
+def on_lavapipe(op):
     gpu()
-    func = built(KERNELS[kernel], PROFILES["lavapipe"])
+    func = built(op, PROFILES["lavapipe"])
 
     def execute(arrays):
         names = [param.name for param in func.params]
         for name, found in zip(names, run(func, [arrays[name] for name in names], PROFILES["lavapipe"]), strict=True):
             arrays[name][...] = found
 
-    check(KERNELS[kernel], "gpu", execute)
+    return execute
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_vulkan(kernel):
+    check(KERNELS[kernel], "gpu", on_lavapipe(KERNELS[kernel]))
+
+
+def test_choice_of_many_keys():
+    """More scores than the workgroup of a row looks at together, and rows enough for workgroups with several groups."""
+    places = [(20479 - 1000 * row, row) for row in range(12)]
+    op = SelectKeys(heads=8, d=64, used=500, ctx=20480, m=len(places))
+    check(op, "gpu", on_lavapipe(op), places=places)
 
 
 @pytest.mark.full
