@@ -132,7 +132,7 @@ class _Keys:
 
 def _score_keys(op: SelectKeys, arch: Device, state: Buffer, places, buffers) -> None:
     """A workgroup has every so many groups of keys of a row: fewer workgroups where the rows are many."""
-    (rows, pages), (_, _, Ik, _, Counts), m = places, buffers, op.m
+    (rows, pages), (Q, W, Ik, Order, Counts), m = places, buffers, op.m
     waves = next(n for n in (WAVES, 2, 1) if op.heads % n == 0 and n * arch.wave <= arch.threads)
     threads, size = waves * arch.wave, max(min(KEYS, GROUP // arch.wave), 1) * arch.wave
     stride = min(-(-op.ctx // size), -(-FILL * arch.units // m))
@@ -153,14 +153,14 @@ def _score_keys(op: SelectKeys, arch: Device, state: Buffer, places, buffers) ->
                     key = T.Bind(T.min(first + number, last))
                     return T.Bind(pages[slot, key // PAGE]), T.Bind(key % PAGE)
 
-                _score_group(op, buffers, keys, sums, place, (row, wave, lane))
+                _score_group(op, (Q, W), keys, sums, place, (row, wave, lane))
                 for number, valid in _each(size, threads, tid):
                     total = sums[0, number]
                     for i in range(1, waves):
                         total = total + sums[i, number]
                     order, seen = T.Bind(_order(total)), first + number <= last
                     with T.If(seen if valid is None else seen & valid), T.Then():
-                        put(buffers[3], order, row, 0, first + number)
+                        put(Order, order, row, 0, first + number)
                         digit = _first_digit(order)
                         _count(T.int32(1), *((Counts, row, digit) if counts is None else (counts, digit)))
             if counts is not None:
@@ -173,7 +173,7 @@ def _score_keys(op: SelectKeys, arch: Device, state: Buffer, places, buffers) ->
 
 def _score_group(op: SelectKeys, buffers, keys: _Keys, sums: Buffer, place, of: tuple[Expr, Expr, Expr]) -> None:
     """Leaves in `sums` each wave's part of the scores of a group of keys, when all are here."""
-    (Q, W, *_), (row, wave, lane), waves, d = buffers, of, int(sums.shape[0]), op.d
+    (Q, W), (row, wave, lane), waves, d = buffers, of, int(sums.shape[0]), op.d
     own = op.heads // waves
     together = max(n for n in range(1, HEADS + 1) if own % n == 0)
     totals = filled(T.float32(0), keys.per)
