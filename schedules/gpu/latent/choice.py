@@ -35,7 +35,7 @@ GROUP, KEYS, HEADS = 128, 4, 8  # keys of a workgroup and of a lane, and heads o
 WAVES = 4  # that have the same keys, at most
 ROOMY = 32 * 1024  # bytes of shared memory with which a workgroup counts its scores' digits itself
 FILL = 32  # workgroups of the second launch for each compute unit, at most
-BATCH = 8  # loads of scores in flight
+BATCH = 8  # loads of scores in flight, at most
 MOST_THREADS = 1024  # of the third launch
 
 
@@ -255,13 +255,14 @@ def _choose(op: SelectKeys, group: Group, buffers, row: tuple[Expr, Expr], last:
         with T.If(((last < most) | (place >= most)) & (place < op.used)), T.Then():
             put(Ids, T.Select((place <= last) & (place < most), place, T.int32(-1)), row[0], row[1] * op.used + place)
     with once(T.Bind(last >= most)):
-        steps, end = T.Bind(last // (threads * WIDTH * BATCH) + 1), int(Order.shape[2]) - WIDTH
+        batch = min(BATCH, -(-op.blocks // (threads * WIDTH)))
+        steps, end = T.Bind(last // (threads * WIDTH * batch) + 1), int(Order.shape[2]) - WIDTH
 
         def each() -> Iterator[tuple[Expr, list[Expr]]]:
             """(the number of the first, some scores) of those that a wave has, in order."""
             with T.serial(steps) as i:
-                begin = (group.wave * steps + i) * (BATCH * arch.wave)
-                firsts = [T.Bind((begin + n * arch.wave + group.lane) * WIDTH) for n in range(BATCH)]
+                begin = (group.wave * steps + i) * (batch * arch.wave)
+                firsts = [T.Bind((begin + n * arch.wave + group.lane) * WIDTH) for n in range(batch)]
                 loaded = [T.Bind(Order[*row, at(T.min(first, T.int32(end)), WIDTH)]) for first in firsts]
                 for first, scores in zip(firsts, loaded, strict=True):
                     seen = [T.Select(first + e <= last, x, T.int32(LEAST)) for e, x in enumerate(elements(scores))]
