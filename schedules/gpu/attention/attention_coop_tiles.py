@@ -6,6 +6,7 @@ with d elements, rows of columns of the values with an element per key. A row en
 neighbouring rows start in different banks.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from mlc_amd.schedules.gpu.attention.cache_units import WORDS, Units
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED
 from mlc_amd.schedules.gpu.base.profiles import Profile
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
-from mlc_amd.schedules.gpu.base.registers import at, dealt, put
+from mlc_amd.schedules.gpu.base.registers import at, owned, put
 from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.tir import Buffer, Expr
 
@@ -131,9 +132,18 @@ class SharedBlock:
         width, units = min(KEYS, self.keys), self.d // UNIT
         return unit // (width * units) * KEYS + unit % width, unit // width % units
 
+    def _pieces(self) -> Iterator[Expr]:
+        """The numbers of this thread's units; a surplus thread repeats the one before."""
+        for first in range(0, self.units, self.threads):
+            place, valid = owned(first, self.tid, self.threads, self.units)
+            if first and valid is not None:
+                own = T.Bind(first + self.tid)
+                place = T.Select(own < self.units, own, own - self.threads)
+            yield T.Bind(place)
+
     def load(self, block: KeyBlock) -> None:
         """Starts the loads into registers."""
-        for i, unit in enumerate(dealt(self.units, self.tid, self.threads)):
+        for i, unit in enumerate(self._pieces()):
             row, c = self._target(unit)
             if self.kind == "key":
                 self.loaded.load_key(i, block, block.place0 + row, c)
@@ -142,7 +152,7 @@ class SharedBlock:
 
     def store(self, first: Expr = 0) -> None:
         """Stores what was loaded into `buffer`, from unit `first` on."""
-        for i, piece in enumerate(dealt(self.units, self.tid, self.threads)):
+        for i, piece in enumerate(self._pieces()):
             row, unit = self._target(piece)
             words, word = self.loaded.pairs(i)
             loaded = T.reinterpret(f"float16x{UNIT}", words[at(word, WORDS)])

@@ -1,289 +1,243 @@
-"""Sparse attention by an indexer on the GPU (schedules/operators/indexer.py): the choice of keys, and attention to
-them.
-
-The choice has three launches: rows' own keys into the cache; the scores, a thread for each key; a workgroup for each
-row, which finds the largest scores bit by bit (how many are at least a number says its next bit) and writes their
-positions in order. In attention a workgroup has a head of a row: a thread scores some keys, then sums some columns.
+"""Attention to chosen keys on the GPU (schedules/operators/indexer.py): on cooperative matrices `selected_tiles.py`'s.
+Else a workgroup has some heads of a row that share a KV head, and all of the row's keys or a split of them: a thread
+scores some keys, then sums some columns. A second launch joins splits.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.choices import choices, keys_of
-from mlc_amd.schedules.gpu.attention.attention_step import LOWEST, with_sink
-from mlc_amd.schedules.gpu.attention.cache import KEYS, UNIT, Cache, clamped_position, is_at, place_args, row_slot
+from mlc_amd.schedules.gpu.attention.attention_step import LOWEST, Step, with_sink
+from mlc_amd.schedules.gpu.attention.cache import KEYS, UNIT, Cache, clamped_position, place_args, row_slot
 from mlc_amd.schedules.gpu.base.device import barrier, exp2, fma, launch, maximum, rcp, wave_max
 from mlc_amd.schedules.gpu.base.norm import workgroup_sum
-from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import WIDTH
-from mlc_amd.schedules.gpu.base.registers import at, elements, filled, local, put
-from mlc_amd.schedules.gpu.base.step import builds, if_live, is_live, once
-from mlc_amd.schedules.operators.attention import PAGE, SLOTS
-from mlc_amd.schedules.operators.indexer import SelectedAttention, SelectKeys
+from mlc_amd.schedules.gpu.base.profiles import Device, Profile
+from mlc_amd.schedules.gpu.base.registers import at, elements, filled, put
+from mlc_amd.schedules.gpu.base.step import builds, if_live, when
+from mlc_amd.schedules.gpu.latent import selected_tiles
+from mlc_amd.schedules.operators.attention import PAGE, CausalAttention
+from mlc_amd.schedules.operators.indexer import SelectedAttention
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
-LEAST = -(1 << 31)  # in the place of the scores of keys that a row does not see
-THREADS, MOST_THREADS = 256, 1024  # of attention; of the choice
-HELD = 64  # scores of a thread that stay in registers, where it has no more
+THREADS = 256
+HEADS = 4  # of a workgroup, at most
+LEAST = 64  # keys of a split, where a row sees so many
+FILL = 2  # workgroups for each compute unit that keys are split among
+EXTRA = 2  # float32 after a head's columns in a part: top and total
 
 
-def _waves(arch: Device) -> int:
-    return max(min(THREADS, arch.threads) // arch.wave, 1)
+class Shape(NamedTuple):
+    """Of a workgroup: heads, the splits of a row's keys, and the keys of a split at most."""
+
+    heads: int
+    splits: int
+    keys: int
+
+    def lds_bytes(self) -> int:
+        return 4 * ((self.heads + 1) * self.keys + THREADS * UNIT) + 1024
+
+    def active(self, count: Expr) -> Expr:
+        """Splits of so many keys."""
+        return T.Bind(T.max(T.min((count + (LEAST - 1)) // LEAST, T.int32(self.splits)), T.int32(1)))
 
 
-@builds(SelectKeys)
-def select_keys(op: SelectKeys, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state, rows, pages, Q, [W], K, Ik, Ids)."""
-    m, d, blocks = op.m, op.d, op.ctx // PAGE
-    rows, pages = declared("int32", rows=(m, 2), pages=(SLOTS, blocks))
-    Q, W, K = declared(**op.shapes())
-    (Ik,), (Ids,) = declared("float16", Ik=op.cache_shape()), declared("int32", Ids=(m, op.sets * op.used))
-    Order = T.alloc_buffer((m, op.sets, op.blocks), "int32")
-    with launch((m,), (arch.wave,)) as (row, lane), if_live(state, m, row):
-        last = clamped_position(rows, row, op.ctx)
-        with T.If(is_at(rows, row, last)), T.Then():
-            page = T.Bind(pages[row_slot(rows, row), last // PAGE])
-            for first in range(0, d, arch.wave):
-                column = T.Bind(first + lane)
-                with T.If(column < d), T.Then():
-                    put(Ik, T.cast(K[row, T.min(column, T.int32(d - 1))], "float16"), page, last % PAGE, column)
-    waves = max(min(MOST_THREADS, arch.threads, op.blocks // 2) // arch.wave, 1)
-    if op.block == 1:
-        _score_keys(op, state, (rows, pages), (Q, W, Ik, Order))
-    else:
-        _score_blocks(op, arch, state, (rows, pages), (Q, Ik, Order))
-    with launch((op.sets, m), (arch.wave, waves)) as (own, row, lane, wave), if_live(state, m, row):
-        position = clamped_position(rows, row, op.ctx)
-        last, wanted = T.Bind(position // op.block), choices(op, position)
-        _choose(op, arch, waves, (Order, Ids), (row, own), last, wanted, lane, wave)
-
-
-def _order(score: Expr) -> Expr:
-    """An int32 that is larger where the score is."""
-    bits = T.Bind(T.reinterpret("int32", T.Bind(score)))
-    return T.Select(bits < 0, bits ^ T.int32(0x7FFFFFFF), bits)
-
-
-def _key(Ik: Buffer, page: Expr, place: Expr, d: int) -> Buffer:
-    """A key in registers."""
-    key = local(d)
-    for first in range(0, d, UNIT):
-        for i, x in enumerate(elements(T.Bind(Ik[page, place, at(first, UNIT)]))):
-            put(key, T.cast(x, "float32"), first + i)
-    return key
-
-
-def _product(Q: Buffer, row: Expr, head: Expr, key: Buffer, d: int) -> Expr:
-    product = T.float32(0)
-    for first in range(0, d, WIDTH):
-        for i, q in enumerate(elements(T.Bind(Q[row, at(head * d + first, WIDTH)]))):
-            product = fma(q, key[first + i], product)
-    return product
-
-
-def _score_keys(op: SelectKeys, state: Buffer, places, buffers) -> None:
-    """A thread for each key."""
-    (rows, pages), (Q, W, Ik, Order), m = places, buffers, op.m
-    with launch((op.ctx // PAGE, m), (PAGE,)) as (block, row, thread):
-        last = clamped_position(rows, row, op.ctx)
-        with T.If((block * PAGE <= last) & ((m == 1) | is_live(state, row))), T.Then():
-            page, total = T.Bind(pages[row_slot(rows, row), block]), filled(T.float32(0))
-            key = _key(Ik, page, thread, op.d)
-            with T.serial(op.heads) as head:
-                product = _product(Q, row, head, key, op.d)
-                put(total, fma(W[row, head], maximum(product, T.float32(0)), total[0]), 0)
-            order, place = _order(total[0]), block * PAGE + thread
-            put(Order, T.Select(place <= last, order, T.int32(LEAST)), row, 0, place)
-
-
-def _score_blocks(op: SelectKeys, arch: Device, state: Buffer, places, buffers) -> None:
-    """A workgroup of a wave for each block by head, whose threads have its positions in turn, else a thread for each
-    block."""
-    (rows, pages), (Q, Ik, Order), m = places, buffers, op.m
-    of_group = 1 if op.by_head else arch.wave
-    with launch((-(-op.blocks // of_group), op.sets, m), (arch.wave,)) as (group, own, row, lane):
-        last, slot = clamped_position(rows, row, op.ctx), row_slot(rows, row)
-        number = T.Bind(group if op.by_head else group * of_group + lane)
-        begin, newest = T.Bind(number * op.block), T.Bind(T.min(number * op.block + (op.block - 1), last))
-
-        def key_of(position: Expr) -> Buffer:
-            return _key(Ik, T.Bind(pages[slot, position // PAGE]), position % PAGE, op.d)
-
-        with T.If((begin <= last) & ((m == 1) | is_live(state, row))), T.Then():
-            if op.by_head:
-                top = filled(T.float32(LOWEST))
-                with T.serial(-(-op.block // arch.wave)) as step:
-                    position = T.Bind(begin + step * arch.wave + lane)
-                    key = key_of(T.Bind(T.min(position, newest)))
-                    product = T.Bind(_product(Q, row, own, key, op.d))
-                    put(top, maximum(top[0], T.Select(position <= newest, product, T.float32(LOWEST))), 0)
-                score, forced = wave_max(arch, T.Bind(top[0])), number > last // op.block - op.local
-            else:
-                total, key = filled(T.float32(0)), key_of(newest)
-                with T.serial(op.heads) as head:
-                    put(total, total[0] + maximum(_product(Q, row, head, key, op.d), T.float32(0)), 0)
-                score, forced = total[0], (number + 1) * op.block - 1 > last
-            order = T.Bind(T.Select(forced, T.int32(0x7FFFFFFF), _order(score)))
-            with T.If((lane == 0) if op.by_head else (number < op.blocks)), T.Then():
-                put(Order, order, row, own, number)
-
-
-def _choose(
-    op: SelectKeys, arch: Device, waves: int, buffers, row: tuple[Expr, Expr], last: Expr, most: Expr, lane: Expr,
-    wave: Expr,
-) -> None:  # fmt: skip
-    """The `most` ids of a row's set among the blocks up to number `last`."""
-    (Order, Ids), threads = buffers, arch.wave * waves
-    thread, several = T.Bind(wave * arch.wave + lane), T.Bind(last >= most)
-    share = -(-op.blocks // threads)
-    held = local(share, "int32") if share <= HELD else None
-    own = T.int32(share) if held is not None else T.Bind((last + threads) // threads)
-    part = T.alloc_buffer((waves,), "int32", scope="shared")
-    above, level = (T.alloc_buffer((threads,), "int32", scope="shared") for _ in range(2))
-    with T.serial(-(-op.used // threads)) as step:
-        place = T.Bind(step * threads + thread)
-        with T.If(((last < most) | (place >= most)) & (place < op.used)), T.Then():
-            put(Ids, T.Select((place <= last) & (place < most), place, T.int32(-1)), row[0], row[1] * op.used + place)
-    with once(several):
-        least = filled(T.int32(LEAST))
-
-        def each_own():
-            """(number, score, or the least one after the last) of what the thread has."""
-            if held is not None:
-                for i in range(share):
-                    yield T.Bind(thread * share + i), T.Bind(held[i])
-                return
-            with T.serial(own) as i:
-                key = T.Bind(thread * own + i)
-                yield key, T.Bind(T.Select(key <= last, Order[*row, T.min(key, last)], T.int32(LEAST)))
-
-        for i in range(share) if held is not None else ():
-            key = T.Bind(thread * share + i)
-            put(held, T.Select(key <= last, Order[*row, T.min(key, last)], T.int32(LEAST)), i)
-        with T.serial(32) as i:
-            trial, count = T.Bind(least[0] ^ T.shift_left(T.int32(1), 31 - i)), filled(T.int32(0))
-            for _, score in each_own():
-                put(count, count[0] + T.Select(score >= trial, T.int32(1), T.int32(0)), 0)
-            enough = workgroup_sum(arch, waves, count[0], part, wave, lane)
-            put(least, T.Select(enough >= most, trial, least[0]), 0)
-            barrier()
-        counts = filled(T.int32(0), 2)
-        for _, score in each_own():
-            put(counts, counts[0] + T.Select(score > least[0], T.int32(1), T.int32(0)), 0)
-            put(counts, counts[1] + T.Select(score == least[0], T.int32(1), T.int32(0)), 1)
-        put(above, counts[0], thread)
-        put(level, counts[1], thread)
-        barrier()
-        before, total = filled(T.int32(0), 2), filled(T.int32(0))
-        with T.serial(threads) as other:
-            put(before, before[0] + T.Select(other < thread, above[other], T.int32(0)), 0)
-            put(before, before[1] + T.Select(other < thread, level[other], T.int32(0)), 1)
-            put(total, total[0] + above[other], 0)
-        wanted = T.Bind(most - total[0])  # of the equal ones
-        equal, place = filled(T.Bind(before[1])), filled(T.Bind(before[0] + T.min(before[1], wanted)))
-        for key, score in each_own():
-            same = T.Bind(score == least[0])
-            with T.If((key <= last) & ((score > least[0]) | (same & (equal[0] < wanted)))), T.Then():
-                put(Ids, key, row[0], row[1] * op.used + T.min(place[0], T.int32(op.used - 1)))
-                put(place, place[0] + 1, 0)
-            put(equal, equal[0] + T.Select(same, T.int32(1), T.int32(0)), 0)
+def shape_of(op: SelectedAttention, arch: Device) -> Shape:
+    """The most heads for which shared memory holds the scores. ValueError if it does not those of one."""
+    for heads in range(HEADS, 0, -1):
+        if op.layer.group % heads == 0:
+            groups = op.layer.heads // heads * op.m
+            splits = max(min(FILL * arch.units // groups, op.most_keys // LEAST), 1)
+            shape = Shape(heads, splits, max(LEAST, -(-op.most_keys // splits)))
+            if shape.lds_bytes() <= arch.lds:
+                return shape
+    raise ValueError(f"{op.most_keys} keys: shared memory holds fewer")
 
 
 @builds(SelectedAttention)
 def selected_attention(op: SelectedAttention, arch: Device, state: Buffer, plan: None) -> None:
     """Kernel (state, rows, pages, Qo, Ids, Kc, [Vc], [Sinks], Y). ValueError for more keys than shared memory holds the
     scores of."""
-    spec, m, waves = op.layer, op.m, _waves(arch)
-    threads = arch.wave * waves
-    if 8 * op.most_keys + 4 * THREADS * UNIT + 1024 > arch.lds:
-        raise ValueError(f"{op.most_keys} keys: shared memory holds fewer")
+    spec, m, tile = op.layer, op.m, selected_tiles.plan_for(op, arch)
     rows, pages = place_args(m, spec)
     Q = T.arg("Qo", T.buffer((m, spec.heads, spec.width), "float16"))
     (Ids,) = declared("int32", Ids=(m, op.sets * op.used))
     cache, sinks = Cache(spec, pages), declared(Sinks=(spec.heads,) if spec.sinks else None)[0]
     (Y,) = declared(Y=(m, spec.heads * spec.value_d))
-    with launch((spec.heads, m), (arch.wave, waves)) as (head, row, lane, wave), if_live(state, m, row):
-        thread, last = T.Bind(wave * arch.wave + lane), clamped_position(rows, row, spec.ctx)
-        slot, many, kv = row_slot(rows, row), choices(op, last), T.Bind(head // spec.group)
-        own = T.Bind(kv // (spec.kv_heads // op.sets))
-        count = keys_of(op, many, Ids[row, own * op.used + many - 1], last)
-        scores = T.alloc_buffer((op.most_keys,), "float32", scope="shared")
-        places = T.alloc_buffer((op.most_keys,), "int32", scope="shared")
-        parts = [T.alloc_buffer((waves,), "float32", scope="shared") for _ in range(2)]
+    if tile and isinstance(arch, Profile):
+        rowwise = CausalAttention(layer=spec, m=m, single=m, layout="")
+        step = Step(rowwise, state, rows, Q, None, cache, sinks, [], [Y])
+        selected_tiles.emit(op, step, Ids, arch, tile)
+        return
+    shape, d = shape_of(op, arch), spec.value_d
+    Parts = T.alloc_buffer((m, shape.splits, spec.heads, d + EXTRA), "float32") if shape.splits > 1 else None
 
-        def element(there: Expr, column: Expr, size: int) -> Expr:
-            tile, within = T.Bind(there % PAGE // KEYS), T.Bind(there % KEYS)
-            return cache.Kc[there // PAGE, kv, tile, column // UNIT, within, at(column % UNIT, size)]
+    def seen(row: Expr, kv: Expr) -> tuple[Expr, Expr, Expr]:
+        """(its position, the first of the ids for that KV head, how many keys they are)."""
+        last = clamped_position(rows, row, spec.ctx)
+        first, many = T.Bind(kv // (spec.kv_heads // op.sets) * op.used), choices(op, last)
+        return last, first, keys_of(op, many, Ids[row, first + many - 1], last)
 
-        top = filled(T.float32(LOWEST))
-        steps = T.Bind((count + (threads - 1)) // threads)
-        with T.serial(steps) as step:
-            number = T.Bind(step * threads + thread)
-            with T.If(number < count), T.Then():
-                position = Ids[row, own * op.used + number // op.block] * op.block + number % op.block
+    waves = max(min(THREADS, arch.threads) // arch.wave, 1)
+    grid = spec.heads // shape.heads, shape.splits, m
+    with launch(grid, (arch.wave, waves)) as (group, split, row, lane, wave), if_live(state, m, row):
+        head = T.Bind(group * shape.heads)
+        kv = T.Bind(head // spec.group)
+        last, first, count = seen(row, kv)
+        active, begin, end = None, T.int32(0), count
+        if Parts is not None:
+            active = shape.active(count)
+            begin, end = (T.Bind(T.truncdiv((split + i) * count, active)) for i in range(2))
+        work = _Work(op, arch, shape, waves, (Q, cache, sinks), (row, head, kv), (lane, wave))
+        # a loop of 0 or 1 steps: barriers in an `if` are refused
+        with T.serial(1 if active is None else T.cast(split < active, "int32")):
+            slot = row_slot(rows, row)
+
+            def place(number: Expr) -> Expr:
+                """Of chosen key `number`, counted by all places of all pages."""
+                position = Ids[row, first + number // op.block] * op.block + number % op.block
                 position = T.Bind(T.max(T.min(position, last), T.int32(0)))
-                there = T.Bind(pages[slot, position // PAGE] * PAGE + position % PAGE)
-                product = filled(T.float32(0))
-                with T.serial(spec.d // UNIT) as unit:
-                    k, q = (T.Bind(x) for x in (element(there, unit * UNIT, UNIT), Q[row, head, at(unit * UNIT, UNIT)]))
-                    for a, b in zip(elements(k), elements(q), strict=True):
-                        put(product, fma(T.cast(a, "float32"), T.cast(b, "float32"), product[0]), 0)
-                put(scores, product[0], number)
-                put(places, there, number)
-                put(top, maximum(top[0], product[0]), 0)
-        best = wave_max(arch, T.Bind(top[0]))
-        with T.If(lane == 0), T.Then():
-            put(parts[0], best, wave)
-        barrier()
-        largest = filled(T.float32(LOWEST))
-        with T.serial(waves) as i:
-            put(largest, maximum(largest[0], parts[0][i]), 0)
-        total = filled(T.float32(0))
+                return T.Bind(pages[slot, position // PAGE] * PAGE + position % PAGE)
+
+            tops, totals = work.weigh(place, begin, T.Bind(end - begin))
+            for h, column, value, valid in work.sums(T.Bind(end - begin)):
+                own = T.Bind(head + h)
+                with when(valid):
+                    if Parts is None:
+                        put(Y, value * rcp(with_sink(sinks, own, totals[h], tops[h], 0)), row, own * d + column)
+                    else:
+                        put(Parts, value, row, split, own, column)
+            if Parts is not None:
+                for h in range(shape.heads):
+                    with T.If(work.thread == 0), T.Then():
+                        put(Parts, tops[h], row, split, head + h, d)
+                        put(Parts, totals[h], row, split, head + h, d + 1)
+    if Parts is not None:
+        with launch((spec.heads, m), (arch.wave, waves)) as (head, row, lane, wave), if_live(state, m, row):
+            _, _, count = seen(row, T.Bind(head // spec.group))
+            _join(Parts, Y, sinks, (row, head), shape.active(count), T.Bind(wave * arch.wave + lane), waves * arch.wave)
+
+
+def _join(Parts: Buffer, Y: Buffer, sinks: Buffer, of, active: Expr, thread: Expr, threads: int) -> None:
+    """The result of a head of a row, of what its splits have."""
+    (row, head), d = of, int(Parts.shape[3]) - EXTRA
+    largest, total = filled(T.float32(LOWEST)), filled(T.float32(0))
+    with T.serial(active) as split:
+        put(largest, maximum(largest[0], Parts[row, split, head, d]), 0)
+    with T.serial(active) as split:
+        weight = exp2(Parts[row, split, head, d] - largest[0])
+        put(total, fma(weight, Parts[row, split, head, d + 1], total[0]), 0)
+    inverse = rcp(with_sink(sinks, head, total[0], largest[0], 0))
+    for first in range(0, d, threads):
+        column, result = T.Bind(T.min(first + thread, T.int32(d - 1))), filled(T.float32(0))
+        with T.serial(active) as split:
+            weight = exp2(Parts[row, split, head, d] - largest[0])
+            put(result, fma(weight, Parts[row, split, head, column], result[0]), 0)
+        with T.If(first + thread < d), T.Then():
+            put(Y, result[0] * inverse, row, head * d + column)
+
+
+class _Work:
+    """What a workgroup does for its heads of a row: buffers (queries, cache, sinks), of: (row, first head, KV head)."""
+
+    def __init__(self, op: SelectedAttention, arch: Device, shape: Shape, waves: int, buffers, of, place):
+        self.spec, self.arch, self.heads, self.waves = op.layer, arch, shape.heads, waves
+        (self.Q, self.cache, _), (self.row, self.head, self.kv), (self.lane, self.wave) = buffers, of, place
+        self.threads, self.thread = arch.wave * waves, T.Bind(self.wave * arch.wave + self.lane)
+        self.scores = T.alloc_buffer((shape.heads, shape.keys), "float32", scope="shared")
+        self.places = T.alloc_buffer((shape.keys,), "int32", scope="shared")
+
+    def _element(self, there: Expr, column: Expr, size: int) -> Expr:
+        tile, within = T.Bind(there % PAGE // KEYS), T.Bind(there % KEYS)
+        return self.cache.Kc[there // PAGE, self.kv, tile, column // UNIT, within, at(column % UNIT, size)]
+
+    def weigh(self, place: Callable[[Expr], Expr], begin: Expr, count: Expr) -> tuple[list[Expr], list[Expr]]:
+        """Leaves the weights of `count` keys from number `begin` on; by head the largest score, the sum of weights."""
+        scores, places, threads, thread = self.scores, self.places, self.threads, self.thread
+        steps, top = T.Bind((count + (threads - 1)) // threads), filled(T.float32(LOWEST), self.heads)
         with T.serial(steps) as step:
             number = T.Bind(step * threads + thread)
-            score = T.Bind(scores[T.min(number, count - 1)])
             with T.If(number < count), T.Then():
-                weight = exp2(maximum(score - largest[0], T.float32(-120)))
-                put(scores, weight, number)
-                put(total, total[0] + weight, 0)
-        total = workgroup_sum(arch, waves, total[0], parts[1], wave, lane)
-        inverse = rcp(with_sink(sinks, head, total, largest[0], 0))
-        if spec.values and spec.value_d // UNIT <= threads:
-            _sum_units(op, arch, threads, element, (scores, places, Y), (row, head), (thread, count), inverse)
+                there, product = place(T.Bind(begin + number)), filled(T.float32(0), self.heads)
+                with T.serial(self.spec.d // UNIT) as unit:
+                    key = [
+                        T.Bind(T.cast(x, "float32")) for x in elements(T.Bind(self._element(there, unit * UNIT, UNIT)))
+                    ]
+                    for h in range(self.heads):
+                        query = elements(T.Bind(self.Q[self.row, self.head + h, at(unit * UNIT, UNIT)]))
+                        for a, b in zip(key, query, strict=True):
+                            put(product, fma(a, T.cast(b, "float32"), product[h]), h)
+                put(places, there, number)
+                for h in range(self.heads):
+                    put(scores, product[h], h, number)
+                    put(top, maximum(top[h], product[h]), h)
+        tops, totals = [], []
+        for h in range(self.heads):
+            parts = [T.alloc_buffer((self.waves,), "float32", scope="shared") for _ in range(2)]
+            best, largest, total = wave_max(self.arch, T.Bind(top[h])), filled(T.float32(LOWEST)), filled(T.float32(0))
+            with T.If(self.lane == 0), T.Then():
+                put(parts[0], best, self.wave)
+            barrier()
+            with T.serial(self.waves) as i:
+                put(largest, maximum(largest[0], parts[0][i]), 0)
+            with T.serial(steps) as step:
+                number = T.Bind(step * threads + thread)
+                score = T.Bind(scores[h, T.min(number, count - 1)])
+                with T.If(number < count), T.Then():
+                    weight = exp2(maximum(score - largest[0], T.float32(-120)))
+                    put(scores, weight, h, number)
+                    put(total, total[0] + weight, 0)
+            totals.append(workgroup_sum(self.arch, self.waves, total[0], parts[1], self.wave, self.lane))
+            tops.append(T.Bind(largest[0]))
+        return tops, totals
+
+    def sums(self, count: Expr):
+        """Yields (head, column, weighted sum of `count` values, whether there is one) of what a thread has."""
+        if self.spec.values and self.spec.value_d // UNIT <= self.threads:
+            yield from self._sums_of_units(count)
             return
-        for first in range(0, spec.value_d, threads):
-            column, result = T.Bind(T.min(first + thread, T.int32(spec.value_d - 1))), filled(T.float32(0))
+        for first in range(0, self.spec.value_d, self.threads):
+            column = T.Bind(T.min(first + self.thread, T.int32(self.spec.value_d - 1)))
+            results = filled(T.float32(0), self.heads)
             with T.serial(count) as number:
-                there = T.Bind(places[number])
-                if spec.values:
-                    value = element(there, column, 1)
+                there = T.Bind(self.places[number])
+                if self.spec.values:
+                    value = self._element(there, column, 1)
                 else:
-                    value = cache.Vc[there // PAGE, kv, there % PAGE // UNIT, column, there % UNIT]
-                value = T.cast(value, "float32")
-                put(result, fma(scores[number], value, result[0]), 0)
-            with T.If(first + thread < spec.value_d), T.Then():
-                put(Y, result[0] * inverse, row, head * spec.value_d + column)
+                    value = self.cache.Vc[there // PAGE, self.kv, there % PAGE // UNIT, column, there % UNIT]
+                value = T.Bind(T.cast(value, "float32"))
+                for h in range(self.heads):
+                    put(results, fma(self.scores[h, number], value, results[h]), h)
+            for h in range(self.heads):
+                yield h, column, results[h], first + self.thread < self.spec.value_d
 
-
-def _sum_units(op: SelectedAttention, arch: Device, threads: int, element, buffers, place, of, inverse: Expr) -> None:
-    """The result of a head of a row. A thread has a unit of the columns, and of the keys as many as there are threads
-    for each unit; their sums meet in shared memory."""
-    (scores, places, Y), (row, head), (thread, count), d = buffers, place, of, op.layer.value_d
-    units = d // UNIT
-    slices = threads // units
-    unit, part = T.Bind(thread % units), T.Bind(thread // units)
-    sums, own = T.alloc_buffer((slices, d), "float32", scope="shared"), filled(T.float32(0), UNIT)
-    with T.serial(T.max((count - part + (slices - 1)) // slices, T.int32(0))) as step:
-        number = T.Bind(T.min(step * slices + part, count - 1))
-        weight = T.Bind(scores[number])
-        for i, x in enumerate(elements(T.Bind(element(T.Bind(places[number]), unit * UNIT, UNIT)))):
-            put(own, fma(weight, T.cast(x, "float32"), own[i]), i)
-    with T.If(part < slices), T.Then():
-        for i in range(UNIT):
-            put(sums, own[i], part, unit * UNIT + i)
-    barrier()
-    for first in range(0, d, threads):
-        column, total = T.Bind(T.min(first + thread, T.int32(d - 1))), T.float32(0)
-        for i in range(slices):
-            total = total + sums[i, column]
-        with T.If(first + thread < d), T.Then():
-            put(Y, total * inverse, row, head * d + column)
+    def _sums_of_units(self, count: Expr):
+        """A thread has a unit of the columns, and of the keys as many as there are threads for each unit; their sums
+        meet in shared memory, a head after the other."""
+        d, threads = self.spec.value_d, self.threads
+        units = d // UNIT
+        slices = threads // units
+        unit, part = T.Bind(self.thread % units), T.Bind(self.thread // units)
+        shared = T.alloc_buffer((slices, d), "float32", scope="shared")
+        own = filled(T.float32(0), self.heads * UNIT)
+        with T.serial(T.max((count - part + (slices - 1)) // slices, T.int32(0))) as step:
+            number = T.Bind(T.min(step * slices + part, count - 1))
+            value = elements(T.Bind(self._element(T.Bind(self.places[number]), unit * UNIT, UNIT)))
+            value = [T.Bind(T.cast(x, "float32")) for x in value]
+            for h in range(self.heads):
+                weight = T.Bind(self.scores[h, number])
+                for i, x in enumerate(value):
+                    put(own, fma(weight, x, own[h * UNIT + i]), h * UNIT + i)
+        for h in range(self.heads):
+            if h:
+                barrier()
+            with T.If(part < slices), T.Then():
+                for i in range(UNIT):
+                    put(shared, own[h * UNIT + i], part, unit * UNIT + i)
+            barrier()
+            for first in range(0, d, threads):
+                column, total = T.Bind(T.min(first + self.thread, T.int32(d - 1))), T.float32(0)
+                for i in range(slices):
+                    total = total + shared[i, column]
+                yield h, column, T.Bind(total), first + self.thread < d

@@ -19,10 +19,11 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.sampling.layout import ADJUST, CHANGES, DRAW, LOGPROB, MASK, RECENT, TOKEN
 from mlc_amd.schedules.gpu.base.device import barrier, exp2, intrin, launch, maximum, wave_max
+from mlc_amd.schedules.gpu.base.group import Group
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, filled, lane_of, local, put, vector
 from mlc_amd.schedules.gpu.base.step import builds, if_live, where
-from mlc_amd.schedules.gpu.sampling.sample_search import STEPS, WIDTH, Group, RowDraw, Workgroup, team_of
+from mlc_amd.schedules.gpu.sampling.sample_search import STEPS, WIDTH, RowDraw, Workgroup, team_of
 from mlc_amd.schedules.operators import Sample
 from mlc_amd.schedules.operators.attention import LOG2E
 from mlc_amd.schedules.sampling_machine import LARGEST, LOWEST, SampleArgs, Var, Words, sample_args, when

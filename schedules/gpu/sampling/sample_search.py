@@ -1,5 +1,5 @@
-"""A workgroup's search for the token of a row (schedules/sampling.py): reductions over its threads, how it goes through
-the row and the list, and draws from whole rows.
+"""A workgroup's search for the token of a row (schedules/sampling.py): how it goes through the row and the list, and
+draws from whole rows.
 """
 
 import functools
@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.base.device import barrier, exp2, maximum, wave_max, wave_min, wave_scan, wave_sum
+from mlc_amd.schedules.gpu.base.device import barrier, exp2, maximum, wave_sum
+from mlc_amd.schedules.gpu.base.group import Group
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, opaque, put
 from mlc_amd.schedules.sampling import Draw
@@ -31,62 +32,6 @@ STEPS = 2  # loads of a thread in the first launch
 BATCH = 8  # loads in flight where a row is searched
 LIST = 2048  # tokens that the second launch keeps; half as many where workgroups have 16 KiB
 SHORT = 256  # tokens of lists in which each is compared with all others
-
-
-# name: (over a wave, of two words)
-REDUCTIONS = {
-    "max": (wave_max, maximum), "most": (wave_max, T.max), "least": (wave_min, T.min),
-    "sum": (wave_sum, lambda a, b: a + b),
-}  # fmt: skip
-
-
-class Group:
-    """Reductions over a workgroup. Each has shared memory of its own, so needs one barrier; where it is repeated, there
-    is another one between."""
-
-    def __init__(self, arch: Device, lane: Expr, wave: Expr, waves: int):
-        self.arch, self.lane, self.wave, self.waves = arch, lane, wave, waves
-        self.threads, self.tid = waves * arch.wave, T.Bind(wave * arch.wave + lane)
-
-    def of_waves(self, *words: Expr) -> list[Buffer]:
-        """For each word of a wave shared memory with that of all waves."""
-        parts = [T.alloc_buffer((self.waves,), str(x.ty), scope="shared") for x in words]
-        with T.If(self.lane == 0), T.Then():
-            for part, x in zip(parts, words, strict=True):
-                put(part, x, self.wave)
-        barrier()
-        return parts
-
-    def reduce(self, *words: tuple[Expr, str]) -> list[Expr]:
-        """For each (word, one of REDUCTIONS) the word that all threads' are reduced to."""
-        parts = self.of_waves(*(REDUCTIONS[name][0](self.arch, T.Bind(x)) for x, name in words))
-        return [self.joined(part, name) for part, (_, name) in zip(parts, words, strict=True)]
-
-    def joined(self, part: Buffer, name: str) -> Expr:
-        """What the waves' words come to, in all threads: each lane reads some, and the lanes of a wave join theirs. A
-        read of every word by every thread is so much code that drivers compile it for long."""
-        of_wave, join = REDUCTIONS[name]
-        zero = T.cast(T.int32(0), str(part.dtype))
-        words = [
-            T.Select(index < self.waves, word, zero) if name == "sum" else word for index, word in self._dealt(part)
-        ]
-        return of_wave(self.arch, T.Bind(functools.reduce(join, words)))
-
-    def _dealt(self, part: Buffer) -> list[tuple[Expr, Expr]]:
-        """(index, the word there) of the waves' words that this lane reads; after the last word it is there again."""
-        indices = [T.Bind(self.lane + first) for first in range(0, self.waves, self.arch.wave)]
-        return [(i, T.Bind(part[T.min(i, T.int32(self.waves - 1))])) for i in indices]
-
-    def scan(self, x: Expr) -> tuple[Expr, Expr]:
-        """(the sum of the int32 x of all threads before this one, that of all threads)."""
-        before, whole = wave_scan(self.arch, T.Bind(x), self.lane)
-        (part,) = self.of_waves(whole)
-
-        def sum_below(wave: Expr | int) -> Expr:
-            words = [T.Select(index < wave, word, T.int32(0)) for index, word in self._dealt(part)]
-            return wave_sum(self.arch, T.Bind(functools.reduce(lambda a, b: a + b, words)))
-
-        return T.Bind(before + sum_below(self.wave)), sum_below(self.waves)
 
 
 def team_of(arch: Device) -> int:

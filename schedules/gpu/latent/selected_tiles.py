@@ -1,0 +1,112 @@
+"""Latent attention to chosen keys on cooperative matrices, as `attention_latent_wave.py` computes it: a workgroup has a
+tile of a row's heads, and all of the row's keys or a split of them, which a second launch joins.
+
+The keys of a block are those that the row's ids name, wherever the cache has them.
+"""
+
+from contextlib import nullcontext
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.choices import choices
+from mlc_amd.schedules.gpu.attention.attention_step import Step
+from mlc_amd.schedules.gpu.attention.cache import KEYS, UNIT, Cache, KeyBlock, Visible, clamped_position, row_slot
+from mlc_amd.schedules.gpu.base.device import launch, uniform
+from mlc_amd.schedules.gpu.base.profiles import Device, Profile
+from mlc_amd.schedules.gpu.base.registers import at
+from mlc_amd.schedules.gpu.base.step import is_live
+from mlc_amd.schedules.gpu.latent.attention_latent_decode import LatentDecodePlan, plan_of
+from mlc_amd.schedules.gpu.latent.attention_latent_tiles import part_size
+from mlc_amd.schedules.gpu.latent.attention_latent_wave import WAVES, Join, Wave, attend, chunks_of, place_in_tile
+from mlc_amd.schedules.operators.attention import PAGE
+from mlc_amd.schedules.operators.indexer import SelectedAttention
+from mlc_amd.schedules.tir import Buffer, Expr
+
+
+class ChosenBlock(KeyBlock):
+    """A block of chosen keys, of which a thread looks at one: `page` is its place, counted by all places of all
+    pages."""
+
+    def key(self, place: Expr, c: Expr) -> Expr:
+        page, place = self.page // PAGE, T.Bind(self.page % PAGE)
+        return self.cache.Kc[page, self.kv, place // KEYS, c, place % KEYS, at(0, UNIT)]
+
+
+class Chosen(Cache):
+    """The keys that a row chose, `count` ones, in the place of all keys. own: the number in a block of the key that
+    this thread looks at."""
+
+    def __init__(self, cache: Cache, ids: Buffer, row: Expr, count: Expr, last: Expr, own: Expr):
+        vars(self).update(vars(cache))
+        self.ids, self.row, self.count, self.last, self.own = ids, row, count, last, own
+
+    def page(self, slot: Expr, position: Expr) -> Expr:
+        """The place of the thread's key of the block that begins with that number."""
+        number = T.Bind(T.min(position + self.own, self.count - 1))
+        there = T.Bind(T.max(T.min(self.ids[self.row, number], self.last), T.int32(0)))
+        return super().page(slot, there) * PAGE + there % PAGE
+
+    def block(self, kv: Expr, key0: Expr, page: Expr, size: int) -> ChosenBlock:
+        return ChosenBlock(self, kv, key0, page, 0)
+
+
+def plan_for(op: SelectedAttention, arch: Device) -> LatentDecodePlan | None:
+    """None where there is none: another kernel must do it."""
+    if op.block > 1 or not op.layer.values:
+        return None
+    plan = plan_of(op.layer, op.m, arch)
+    if not plan or plan.keys > KEYS:
+        return None
+    threads = plan.waves * arch.wave
+    one_key = threads % plan.keys == 0 and plan.keys * op.layer.width // UNIT >= threads  # of a thread in a block
+    return plan if one_key else None
+
+
+def splits_of(op: SelectedAttention, plan: LatentDecodePlan, arch: Profile) -> int:
+    """Of a row: as many as fill the GPU, each with some blocks of keys."""
+    workgroups = -(-op.layer.heads // plan.rows) * op.m
+    return max(min(plan.fill * arch.units // workgroups, op.used // (plan.keys * plan.least)), 1)
+
+
+def emit(op: SelectedAttention, step: Step, Ids: Buffer, arch: Profile, plan: LatentDecodePlan) -> None:
+    """The launches. step: of rows of which each is a single one."""
+    layer, m, splits = op.layer, op.m, splits_of(op, plan, arch)
+    heads, parts, size = layer.heads, -(-layer.heads // plan.rows), part_size(plan, layer)
+    Parts = T.alloc_buffer((m * splits * parts * size,), "float32") if splits > 1 else None
+
+    def active_of(count: Expr) -> tuple[Expr, Expr]:
+        """(blocks of so many keys, splits that have one)."""
+        blocks = T.Bind((count + (plan.keys - 1)) // plan.keys)
+        return blocks, T.Bind(T.min((blocks + (plan.least - 1)) // plan.least, T.int32(splits)))
+
+    def place_of(row: Expr, split: Expr, part: Expr) -> Expr:
+        return ((row * splits + split) * parts + part) * size
+
+    with launch((parts, splits, m), (arch.wave, plan.waves)) as (part, split, row, lane, thread_wave):
+        number, last = uniform(arch, thread_wave), clamped_position(step.rows, row, layer.ctx)
+        count = choices(op, last)
+        blocks, active = active_of(count)
+        works = split < active
+        with T.serial(T.cast(works if m == 1 else works & is_live(step.state, row), "int32")):
+            seen, tid = Visible(None, count), T.Bind(number * arch.wave + lane)
+            first = T.Bind(row * heads + part * plan.rows)
+            wave = Wave(arch, step, plan, first, number, lane, lambda _: seen)
+            wave.start()
+            begin, end = (T.Bind(T.truncdiv((split + i) * blocks, active)) for i in range(2))
+            keys = Chosen(step.cache, Ids, row, count, last, T.Bind(tid % plan.keys))
+            attend(wave, keys, row_slot(step.rows, row), begin, end, tid, plan.waves * arch.wave)
+            if Parts is None:
+                wave.finish(lambda token: token == row)
+            else:
+                wave.store_parts(Parts, T.Bind(place_of(row, split, part)))
+    if Parts is None:
+        return
+    chunks = chunks_of(layer, arch)
+    with launch((heads * chunks, m), (arch.wave, WAVES)) as (place, row, lane, wave):
+        head, chunk = T.Bind(place // chunks), T.Bind(place % chunks)
+        _, active = active_of(choices(op, clamped_position(step.rows, row, layer.ctx)))
+        part, own = T.Bind(head // plan.rows), T.Bind(row * heads + head)
+        within = place_in_tile(own, T.Bind(row * heads + part * plan.rows), m * heads, arch.fragment[0])
+        with nullcontext() if m == 1 else T.serial(T.cast(is_live(step.state, row), "int32")):
+            join = Join(step, arch, plan, Parts, splits, active, lambda split: place_of(row, split, part), within)
+            join.emit(chunk, lane, wave, lambda: (row, head))
