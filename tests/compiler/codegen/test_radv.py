@@ -13,7 +13,7 @@ import encoders
 import numpy as np
 import pytest
 import vision_models
-from few_functions import few_functions
+from few_functions import FUNCTIONS, few_functions
 from samples import sample
 from workloads import built, gate_up_op, linear_op, operator
 
@@ -39,9 +39,9 @@ WIDE = re.compile(r"^\s+(global_load_(?:dwordx4|b128)|s_load_(?:dwordx(?:4|8|16)
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory):
-    """A tiny model for the Steam Deck's GPU."""
+    """A tiny model for the Steam Deck's GPU, with one function of each kind."""
     out = tmp_path_factory.mktemp("radv") / "model"
-    with synthetic("tiny:q4_0") as model:
+    with synthetic("tiny:q4_0") as model, few_functions((*FUNCTIONS, "step_8", "mixed_64")):
         compile_model(model, out, CompileOptions(target="vulkan", arch=ARCH, ctx=64))
     return out
 
