@@ -32,7 +32,8 @@ def log_probabilities(logits):
 def divergence(name, gpus, out) -> float:
     """From exact logits."""
     options = CompileOptions(target="cpu", ctx=128, split="tensor", gpus=gpus, tuned="none")
-    compile_model(architectures.tiny(name), out, options)
+    with few_functions(("decode", "prefill_128", "score_128")):
+        compile_model(architectures.tiny(name), out, options)
     artifact, exact = Artifact.open(out), architectures.exact()
     with Engine(artifact, CpuRanks(artifact)) as engine:
         logits = engine.score(exact["ids"])[exact["positions"]]
