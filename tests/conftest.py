@@ -61,8 +61,8 @@ LONG = (
     "test_interrupts.py", "test_serve_values.py", "test_tune_cli.py", "test_staged_device.py", "test_radv.py",
     "test_disk_cache.py", "test_cpu_attention.py", "test_deploy.py", "test_vulkan_attention_decode.py",
     "test_vulkan_kernels.py", "test_fuzz_inputs.py", "test_measure_devices.py", "test_device_sampling.py",
-    "test_vulkan_models.py", "test_packed_attention.py", "test_gpu_sample.py", "test_steps_ahead.py",
-    "test_drafts.py", "test_tuning_session.py", "test_exchange.py", "test_wheel.py", "test_recurrent_kernels.py",
+    "test_packed_attention.py", "test_gpu_sample.py", "test_steps_ahead.py", "test_drafts.py",
+    "test_tuning_session.py", "test_exchange.py", "test_wheel.py", "test_recurrent_kernels.py",
     "test_gpu_attention.py", "test_gemm_lanes.py", "test_shards.py", "test_tuning_compile.py", "test_model_cache.py",
     "test_unified_memory.py", "test_gpu_gemv.py", "test_deploy_cpu.py", "test_cpu_sample.py",
     "test_tuning_rooflines.py", "test_vulkan_attention_coop.py", "test_vulkan_attention_matrix.py",
@@ -72,8 +72,8 @@ LONG = (
     "test_windows.py", "test_repl.py", "test_generic.py", "test_bench_gpu.py", "test_chat.py", "test_cpu_plans.py",
     "test_speculation.py", "test_models.py", "test_vulkan_matrix.py", "test_predictor.py", "test_serve_harmony.py",
     "test_states.py", "test_serve_formats.py", "test_reference.py", "test_tuning_search.py", "test_artifact.py",
-    "test_vulkan_latent.py", "test_gpu_norm.py", "test_latent.py", "test_engine_calls.py", "test_inspect_kernels.py",
-    "test_bench.py", "test_api.py", "test_quality.py", "test_rocm_models.py",
+    "test_vulkan_models.py", "test_vulkan_latent.py", "test_gpu_norm.py", "test_latent.py", "test_engine_calls.py",
+    "test_inspect_kernels.py", "test_bench.py", "test_api.py", "test_quality.py", "test_rocm_models.py",
 )  # fmt: skip
 
 

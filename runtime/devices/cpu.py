@@ -62,10 +62,13 @@ class Kernels:
                 continue
             pointer.value = _address(getattr(_pool, implementation))
 
-    def call(self, name: str, tensors: list) -> "KernelCall | None":
-        """A call of a kernel with these arrays of tvm_ffi, which are not checked; None for an unknown name."""
+    def call(self, name: str, arrays: Sequence[np.ndarray]) -> "KernelCall | None":
+        """A call of a kernel on these arrays, which are not checked; None for an unknown name."""
         function = self._module.get_function(name)
-        return function and KernelCall(function, _address(self._library[f"__tvm_ffi_{name}"]), tensors)
+        if function is None:
+            return None
+        tensors = [tvm_ffi.from_dlpack(array) for array in arrays]
+        return KernelCall(function, _address(self._library[f"__tvm_ffi_{name}"]), tensors)
 
 
 def _address(function) -> int:
@@ -179,15 +182,15 @@ class CpuDevice:
 
     def _bind(self, function: dict) -> list[KernelCall]:
         calls = function["launches"]
-        return [self._call(call["kernel"], [self._tensor(arg) for arg in call["args"]]) for call in calls]
+        return [self._call(call["kernel"], [self._array(arg) for arg in call["args"]]) for call in calls]
 
-    def _call(self, name: str, tensors: list) -> KernelCall:
+    def _call(self, name: str, arrays: list[np.ndarray]) -> KernelCall:
         for library in self.libraries:
-            if call := library.call(name, tensors):
+            if call := library.call(name, arrays):
                 return call
         raise UserError(f"{self.artifact.path} lacks the kernel {name}; compile the model again")
 
-    def _tensor(self, arg: list):
+    def _array(self, arg: list) -> np.ndarray:
         kind, where = arg[0], arg[1]
         if kind == "arena":
             dtype, shape = np.dtype(arg[2]), arg[3]
@@ -204,7 +207,7 @@ class CpuDevice:
                 f"{self.artifact.path} has {where} at an address that is no multiple of {ALIGNMENT}; compile the "
                 "model again"
             )
-        return tvm_ffi.from_dlpack(array)
+        return array
 
     # ---- the protocol
 

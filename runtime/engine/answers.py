@@ -1,5 +1,5 @@
 """A call of `Engine.generate`, and its answers: from the tokens of steps, by the thread that computes these
-(step_loop.py), to pieces of text for the consumer of an answer, and its statistics."""
+(steps.py), to pieces of text for the consumer of an answer, and its statistics."""
 
 import threading
 import time

@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import tvm_ffi
 
 from mlc_amd.runtime.devices.cpu import ALIGNMENT, KernelCall, Kernels, Replay, start_threads
 from mlc_amd.runtime.errors import UserError
@@ -66,11 +65,11 @@ class CpuBackend:
             return e
 
     def bind(self, handle, candidate, keys) -> list[KernelCall]:
-        tensors = [
-            tvm_ffi.from_dlpack(self._memory[self._at[key] :][: p.nbytes].view(p.numpy).reshape(p.shape))
+        arrays = [
+            self._memory[self._at[key] :][: p.nbytes].view(p.numpy).reshape(p.shape)
             for p, key in zip(candidate.params, keys, strict=True)
         ]
-        return [handle.call(step["symbol"], [tensors[i] for i in step["args"]]) for step in candidate.steps]
+        return [handle.call(step["symbol"], [arrays[i] for i in step["args"]]) for step in candidate.steps]
 
     def run(self, calls) -> float:
         # created before the clock starts, and once for repeated calls: else the threads would fall asleep

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import tvm_ffi
 import vulkan_harness
 from spirv_kernels import validate
 from tvm import relax
@@ -91,7 +90,7 @@ def _cpu(made):
     library = Kernels(made.folder / next(iter(made.code["libraries"].values())))
 
     def run(name, arrays):
-        call = library.call(name, [tvm_ffi.from_dlpack(x) for x in arrays])
+        call = library.call(name, arrays)
         call()
 
     return run

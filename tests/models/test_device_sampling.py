@@ -134,9 +134,9 @@ def test_masks_are_made_while_the_device_computes(model, monkeypatch):
         def answers(beside):
             engine.reset()  # else other steps compute the prompts' last tokens, with another rounding
             walks = [Walk(engine) for _ in PROMPTS]
-            pieces = engine.generate(PROMPTS, max_tokens=6, temperature=1.0, seed=3, constraint=iter(walks).__next__)
+            pieces = engine.generate(PROMPTS, max_tokens=4, temperature=1.0, seed=3, constraint=iter(walks).__next__)
             made = [(piece.index, piece.id) for piece in pieces]
-            assert len(made) == 18 and {beside} == {one for walk in walks for one in walk.beside}
+            assert len(made) == 12 and {beside} == {one for walk in walks for one in walk.beside}
             return sorted(made, key=lambda piece: piece[0])
 
         if gpu:
@@ -162,7 +162,7 @@ def test_rows_of_guesses_have_masks_of_their_places(model, options):
                 engine._loop.speculation = Eager(drafter, engine._runner.functions.single_rows)
             engine.reset()
             pieces = engine.generate(
-                PROMPTS, max_tokens=16, constraint=lambda: Residues(engine.vocab, engine.tokenizer.end_ids), **options
+                PROMPTS, max_tokens=10, constraint=lambda: Residues(engine.vocab, engine.tokenizer.end_ids), **options
             )
             made.append(sorted(((piece.index, piece.id) for piece in pieces), key=lambda piece: piece[0]))
         assert made[0] == made[1] and engine.guesses.accepted

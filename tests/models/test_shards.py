@@ -20,7 +20,7 @@ from mlc_amd.tools.reference.plan import plan_of
 from tests.models.cpu_ranks import CpuRanks
 
 MOST = 1e-4  # KL divergence from exact logits
-CASES = [("deepseek2", 2), ("gpt-oss", 4), ("hy_v4", 2), ("minimax-m3", 2), ("qwen3next", 2)]
+CASES = [("deepseek2", 2), ("gpt-oss", 4), ("hy_v4", 2), ("qwen3next", 2)]
 FULL = sorted({(name, gpus) for name in architectures.MODELS for gpus in (2, 4)} - set(CASES))
 
 
@@ -32,7 +32,8 @@ def log_probabilities(logits):
 def divergence(name, gpus, out) -> float:
     """From exact logits."""
     options = CompileOptions(target="cpu", ctx=128, split="tensor", gpus=gpus, tuned="none")
-    compile_model(architectures.tiny(name), out, options)
+    with few_functions(("decode", "prefill_128", "score_128")):
+        compile_model(architectures.tiny(name), out, options)
     artifact, exact = Artifact.open(out), architectures.exact()
     with Engine(artifact, CpuRanks(artifact)) as engine:
         logits = engine.score(exact["ids"])[exact["positions"]]

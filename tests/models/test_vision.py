@@ -60,6 +60,7 @@ def test_features_are_those_of_llama_cpp(projector, tmp_path):
     assert error_of(before, expected) > 0.1  # the other picture's
 
 
+@pytest.mark.full  # test_features_of_16_bits runs such a device in every run
 def test_features_of_a_vulkan_device(tmp_path):
     vulkan_harness.gpu()
     vision_models.write(tmp_path / "mmproj.gguf", "qwen2.5vl_merger")

@@ -13,8 +13,8 @@ from samples import sample
 REPO = Path(__file__).resolve().parents[2]
 # Program and number of cases: some seconds each
 SHARES = [
-    ("gguf", 200), ("templates", 12), ("texts", 6), ("artifacts --model latent", 25), ("tuning", 40), ("images", 300),
-    ("mmproj --open", 300), ("pages", 300), ("gguf", 3000), ("compile", 40), ("artifacts", 1000), ("tuning", 500),
+    ("gguf", 100), ("templates", 8), ("texts", 4), ("artifacts --model latent", 10), ("tuning", 40), ("images", 150),
+    ("mmproj --open", 150), ("pages", 300), ("gguf", 3000), ("compile", 40), ("artifacts", 1000), ("tuning", 500),
     ("mmproj", 300),
 ]  # fmt: skip
 

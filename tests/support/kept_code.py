@@ -4,6 +4,8 @@ the time of tests that compile models.
 What a kernel becomes depends on its structure and the names of its parameters, its target, the programs below
 compiler/codegen and schedules/gpu/base, and TVM: with other ones of these the folder is another one, and those that no
 run used for a day go. Tests that pass a kernel to a code generator themselves get what it makes.
+
+Kernels before that, of which a model has those that the one before had, stay in a process's memory.
 """
 
 import hashlib
@@ -14,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 import tvm
@@ -24,6 +27,7 @@ from mlc_amd.compiler.codegen.object_cache import Key, ObjectCache
 from mlc_amd.compiler.codegen.rocm import HsacoModule, compile_hsaco
 from mlc_amd.compiler.codegen.rocm_target import RocmTarget
 from mlc_amd.compiler.codegen.spirv import SpirvModule, compile_spirv
+from mlc_amd.compiler.codegen.target import Target
 from mlc_amd.compiler.codegen.vulkan_target import VulkanTarget
 from mlc_amd.compiler.nodes import params
 from mlc_amd.schedules.gpu import base
@@ -84,6 +88,11 @@ def keep(folder: Path) -> None:
         key = ["spirv", repr(profile), *(_identity(name, kernel) for name, kernel in kernels.items())]
         return pickle.loads(kept.get(key, lambda: pickle.dumps(compile_spirv(kernels, profile))))
 
+    @lru_cache(maxsize=4096)
+    def built(registry, workload, arch, name, plan) -> tvm.tirx.PrimFunc:
+        return registry.builders[type(workload)](workload, arch, name, plan)
+
+    Target.build = lambda self, workload, arch, name, plan=None: built(self.registry, workload, arch, name, plan)
     cpu.OBJECTS = KeptObjects(kept)
     RocmTarget.compiler, VulkanTarget.compiler = staticmethod(hsaco), staticmethod(spirv)
 

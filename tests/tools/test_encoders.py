@@ -53,7 +53,7 @@ def test_one_that_is_named_must_be_there(tmp_path):
         chosen(tmp_path / "x.gguf", mmproj=tmp_path / "none.gguf", no_mmproj=True)
 
 
-def test_an_artifact_has_its_encoder_already(demo_artifact, folder):
-    given = {"model": demo_artifact, "mmproj": folder / "mmproj-F32.gguf"}
+def test_an_artifact_has_its_encoder_already(compiled, folder):
+    given = {"model": compiled("tiny:q4_0", 64), "mmproj": folder / "mmproj-F32.gguf"}
     with pytest.raises(UserError, match="was compiled with --mmproj None"):
         models.artifact_path(LoadOptions(**given))

@@ -88,7 +88,7 @@ def test_during_a_compilation(tmp_path, line, seconds):
     assert (code, errors) == (130, "") and command.left == []
 
 
-@pytest.mark.parametrize("seconds", [0.5, 1, 2])
+@pytest.mark.parametrize("seconds", [0.5, 2])
 def test_during_work_of_a_driver(tmp_path, lavapipe_model, seconds):
     command = Command(tmp_path, "selftest", lavapipe_model)
     command.begin()
@@ -107,7 +107,8 @@ def test_other_signals_leave_nothing(tmp_path):
 
 
 def test_what_a_killed_command_left_is_removed_by_the_next(tmp_path):
-    line = ("compile", "--synthetic", "tiny:f16", "--target", "cpu", "--weights", "none", "-o", "out")
+    line = ("compile", "--synthetic", "tiny:f16", "--target", "vulkan", "--arch", "generic", "--ctx", "64")
+    line += ("--weights", "none", "-o", "out")
     command = Command(tmp_path, *line)
     command.process.stderr.readline()
     deadline = time.monotonic() + 60

@@ -42,7 +42,6 @@ class VisionConfig:
     hidden: int
     layers: int
     heads: int
-    ff: int
     eps: float
     patch: int
     image: int  # side of the image that positions were learned for

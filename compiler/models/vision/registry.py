@@ -70,7 +70,6 @@ def read_vision(metadata: dict[str, object], tensors: Collection[str], path: str
     common: dict[str, Any] = {
         "projector": kind, "hidden": keys.integer("embedding_length", maximum=SIZE),
         "layers": keys.integer("block_count", maximum=MAX_LAYERS), "heads": keys.integer("attention.head_count"),
-        "ff": keys.integer("feed_forward_length", maximum=SIZE),
         "eps": keys.number("attention.layer_norm_epsilon", minimum=0), "patch": keys.integer("patch_size", maximum=256),
         "image": keys.integer("image_size", maximum=1 << 16),
         "act": "gelu" if gelu else "silu" if silu else "quick_gelu",

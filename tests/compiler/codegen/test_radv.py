@@ -13,7 +13,7 @@ import encoders
 import numpy as np
 import pytest
 import vision_models
-from few_functions import few_functions
+from few_functions import FUNCTIONS, few_functions
 from samples import sample
 from workloads import built, gate_up_op, linear_op, operator
 
@@ -39,9 +39,9 @@ WIDE = re.compile(r"^\s+(global_load_(?:dwordx4|b128)|s_load_(?:dwordx(?:4|8|16)
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory):
-    """A tiny model for the Steam Deck's GPU."""
+    """A tiny model for the Steam Deck's GPU, with one function of each kind."""
     out = tmp_path_factory.mktemp("radv") / "model"
-    with synthetic("tiny:q4_0") as model:
+    with synthetic("tiny:q4_0") as model, few_functions((*FUNCTIONS, "step_8", "mixed_64")):
         compile_model(model, out, CompileOptions(target="vulkan", arch=ARCH, ctx=64))
     return out
 
@@ -55,14 +55,18 @@ def code(artifact):
     return code
 
 
-def reported(kernels, profile):
-    """(what RADV makes of kernels, of how many modules); skips without RADV."""
-    modules = compile_spirv(kernels, profile).modules
-    shaders = [radv.Shader(name, one.binary, tuple(one.block), profile.push) for name, one in modules.items()]
+def reported(kernels, profile, on_matrices=False):
+    """(what RADV makes of kernels, of how many modules); skips without RADV, or one without the cooperative matrices
+    that they need."""
     try:
-        return radv.statistics(shaders, profile), len(modules)
+        device = radv.statistics([], profile).device
     except UserError as error:
         pytest.skip(str(error))
+    if on_matrices and int(re.search(r"Mesa (\d+)", device)[1]) < 25:
+        pytest.skip(f"{device} knows no cooperative matrices")
+    modules = compile_spirv(kernels, profile).modules
+    shaders = [radv.Shader(name, one.binary, tuple(one.block), profile.push) for name, one in modules.items()]
+    return radv.statistics(shaders, profile), len(modules)
 
 
 def statistics(kernels, profile):
@@ -192,9 +196,7 @@ def test_quantized_caches_use_no_scratch(arch):
         calls += [("attention", layer | {"m": m, "single": single, "layout": ""}) for m, single in ((1, 1), (512, 32))]
     for i, (op, args) in enumerate(calls):
         kernels[f"{op}_{i}"] = built(operator(op, args), profile, f"{op}_{i}")
-    report, count = reported(kernels, profile)
-    if profile.matrix and int(re.search(r"Mesa (\d+)", report.device)[1]) < 25:
-        pytest.skip(f"{report.device} knows no cooperative matrices")
+    report, count = reported(kernels, profile, bool(profile.matrix))
     assert len(report.kernels) == count, report.refused
     for name, compiled in report.kernels.items():
         assert compiled.kernel.scratch == compiled.kernel.vgpr_spills == 0, (name, compiled.kernel)
@@ -216,9 +218,7 @@ def test_the_choice_of_tokens_uses_no_scratch(arch):
 def test_decode_attention_on_matrices_uses_no_scratch(arch, heads, kv_heads, d):
     profile = profiles.resolve(arch)
     args = {"heads": heads, "kv_heads": kv_heads, "d": d, "ctx": 16384, "neox": True, "rotary": d, "layout": "rows"}
-    report, _ = reported({"k": built(operator("rope_attention", args | {"m": 8}), profile, "k")}, profile)
-    if int(re.search(r"Mesa (\d+)", report.device)[1]) < 25:
-        pytest.skip(f"{report.device} knows no cooperative matrices")
+    report, _ = reported({"k": built(operator("rope_attention", args | {"m": 8}), profile, "k")}, profile, True)
     for compiled in report.kernels.values():
         assert compiled.kernel.scratch == compiled.kernel.vgpr_spills == 0, compiled.kernel
         assert "v_wmma_f32_16x16x16_f16" in compiled.assembly
@@ -230,16 +230,9 @@ def test_attention_with_wide_heads_uses_no_scratch(arch, d):
     """As Qwen 3.5's: registers hold a part of the queries, so that there is room for the outputs."""
     profile = profiles.resolve(arch)
     args = {"heads": 24, "kv_heads": 4, "d": d, "ctx": 4096, "m": 512, "single": 0, "layout": ""}
-    kernel = built(operator("attention", args), profile, "attention")
-    ((name, module),) = compile_spirv({"attention": kernel}, profile).modules.items()
-    try:
-        report = radv.statistics([radv.Shader(name, module.binary, tuple(module.block), profile.push)], profile)
-    except UserError as error:
-        pytest.skip(str(error))
-    if int(re.search(r"Mesa (\d+)", report.device)[1]) < 25:
-        pytest.skip(f"{report.device} knows no cooperative matrices")
-    found = report.kernels[name].kernel
-    assert found.scratch == found.vgpr_spills == 0, found
+    report, _ = reported({"attention": built(operator("attention", args), profile, "attention")}, profile, True)
+    ((_, compiled),) = report.kernels.items()
+    assert compiled.kernel.scratch == compiled.kernel.vgpr_spills == 0, compiled.kernel
 
 
 HEAVY = ("q4_0", "q4_k", "q6_k", "mxfp4", "f32")
@@ -257,9 +250,7 @@ def test_products_of_matrices_use_no_scratch(fmt, arch):
         kernels |= {
             f"{kind}_{m}": built(op, profile, kind) for kind, op in zip(("linear", "gate_up"), ops, strict=True)
         }
-    report, _ = reported(kernels, profile)
-    if int(re.search(r"Mesa (\d+)", report.device)[1]) < 25:
-        pytest.skip(f"{report.device} knows no cooperative matrices")
+    report, _ = reported(kernels, profile, True)
     for name, compiled in report.kernels.items():
         kernel, products = compiled.kernel, compiled.assembly.count("v_wmma_f32_16x16x16_f16")
         assert kernel.scratch == kernel.vgpr_spills == 0 and products >= 4, (name, kernel)
@@ -359,9 +350,7 @@ def test_words_between_gpus_are_polled_past_the_caches(name, mark):
 @pytest.mark.parametrize("d", sample([64, 72, 80, 128], [72]))
 def test_attention_of_packed_rows_on_matrices_uses_no_scratch(arch, d):
     profile, op = profiles.resolve(arch), PackedAttention(m=1024, heads=16, kv_heads=16, d=d)
-    report, _ = reported({"attention": built(op, profile, "attention")}, profile)
-    if int(re.search(r"Mesa (\d+)", report.device)[1]) < 25:
-        pytest.skip(f"{report.device} knows no cooperative matrices")
+    report, _ = reported({"attention": built(op, profile, "attention")}, profile, True)
     assert len(report.kernels) == 2
     for compiled in report.kernels.values():
         assert compiled.kernel.scratch == compiled.kernel.vgpr_spills == 0, compiled.kernel

@@ -222,12 +222,13 @@ def test_a_silent_server_is_lost_and_its_work_is_done_by_another(loopback, monke
 # ---- without machines
 
 
-def test_without_a_server_or_tracker_a_run_says_what_to_do(loopback):
+def test_without_a_server_or_tracker_a_run_says_what_to_do(loopback, monkeypatch):
     messages = []
-    with rpc.Servers((HOST, loopback.port), "nobody", wait=4, say=messages.append) as servers:
+    monkeypatch.setattr(rpc, "PATIENCE", 0.2)
+    with rpc.Servers((HOST, loopback.port), "nobody", wait=1, say=messages.append) as servers:
         with pytest.raises(rpc.NoServer, match=f"tune-server --tracker {loopback.place} --key nobody"):
             servers.compare(Path("a"), Path("b"))
-        assert len(messages) == 1 and messages[0].startswith("waiting up to 4 s: no free server with key 'nobody'")
+        assert len(messages) == 1 and messages[0].startswith("waiting up to 1 s: no free server with key 'nobody'")
     with socket.create_server((HOST, 0)) as free:
         port = free.getsockname()[1]
     with (

@@ -194,14 +194,14 @@ ATTEND = {
     "mixed q4 all": mixed(Attention(6, 2, 64, 512, 0.2, 300, 6.0, True, kv="q8_0/q4_0"), MIXED, 16, 5, 8, True),
 }
 # What an instruction set besides the machine's own computes, and what only tests marked full do.
-OTHER_ARCHS = (
-    "decode group 4", "chunk head 40", "decode window 100", "chunk window 49", "mixed group 2", "mixed q8 all",
-)  # fmt: skip
+OTHER_ARCHS = ("decode group 4", "chunk head 40", "decode window 100", "mixed keys of 40", "mixed q8 all")  # fmt: skip
 FULL = (
     "decode group 1", "decode group 2", "decode group 32", "rows group 2", "chunk group 1", "chunk group 2",
     "chunk group 8", "mixed 64", "rows head 80", "mixed head 40", "decode window 1", "decode window 700",
     "rows window 70", "chunk window 10", "chunk window 100", "decode keys of 40", "chunk keys of 100", "rows sinks",
-    "chunk softcap", "decode all", "decode q8 window", "rows q8",
+    "chunk softcap", "decode all", "decode q8 window", "rows q8", "chunk group 3", "chunk group 4", "decode group 8",
+    "mixed group 4 int8", "decode head 24", "mixed window 70", "chunk window 49", "rows keys of 40", "chunk keys of 10",
+    "mixed group 2", "chunk q8", "chunk all",
 )  # fmt: skip
 
 

@@ -61,7 +61,7 @@ def run(arch_name, op, tile=TILE, live=None):
 
 @pytest.mark.emulator
 def test_one_format():
-    run("gfx1201", gate_up(resolve("gfx1201"), "q4_k"))
+    run("gfx1201", gate_up(resolve("gfx1201"), "q4_k", f=32, k=256))
 
 
 @pytest.mark.full

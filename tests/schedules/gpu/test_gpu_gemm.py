@@ -6,6 +6,7 @@ code.
 """
 
 import functools
+import itertools
 import re
 from typing import NamedTuple
 
@@ -316,15 +317,17 @@ def check_resources(module, kernels):
     assert max(metadata(module, "group_segment_fixed_size")) <= 65536
 
 
-@pytest.mark.parametrize("arch_name", sample(MATRIX_ARCHS, ["gfx1100", "gfx942"]))
-def test_matrix_kernels_hold_everything_in_registers(arch_name):
+@pytest.mark.parametrize(
+    ("arch_name", "fmt"),
+    sample(itertools.product(MATRIX_ARCHS, HEAVY), [("gfx1100", "q4_k"), ("gfx1100", "f32"), ("gfx942", "q2_k")]),
+)
+def test_matrix_kernels_hold_everything_in_registers(arch_name, fmt):
     arch, kernels = resolve(arch_name), {}
-    for fmt in HEAVY:
-        for m in MATRIX_ARCHS[arch_name]:
-            one, pair = (f"{kind}_{fmt}_{m}" for kind in ("linear", "swiglu"))
-            layout = placed(MATRIX, arch)
-            kernels[one] = linear(workloads.linear_op([(fmt, N)], K, m, layout, (True,)), arch, one)
-            kernels[pair] = gate_up_swiglu(workloads.gate_up_op(fmt, fmt, N, K, m, layout, layout), arch, pair)
+    for m in MATRIX_ARCHS[arch_name]:
+        one, pair = (f"{kind}_{m}" for kind in ("linear", "swiglu"))
+        layout = placed(MATRIX, arch)
+        kernels[one] = linear(workloads.linear_op([(fmt, N)], K, m, layout, (True,)), arch, one)
+        kernels[pair] = gate_up_swiglu(workloads.gate_up_op(fmt, fmt, N, K, m, layout, layout), arch, pair)
     module = compile_hsaco(kernels, arch)
     check_resources(module, len(kernels))
     assert len(re.findall("v_wmma_f32|v_mfma_f32", module.assembly)) >= 8 * len(kernels)

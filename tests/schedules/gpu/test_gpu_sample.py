@@ -71,7 +71,7 @@ def few_of_each(vocab):
 )
 def test_in_the_spirv_emulator(name, vocab):
     """With workgroups and waves of other sizes than that driver's, and no races; more pieces than top_k asks for."""
-    rows = few_of_each(vocab)
+    rows = few_of_each(vocab)[::2]
     cases.check(rows, *sampled(rows, vocab, profiles.resolve(name), execute_spirv))
 
 

@@ -170,7 +170,7 @@ def attention_kernel(profile, name):
 # Models on this driver, in test_vulkan_device.py, have one more decode and one more mixed kernel.
 EACH_RUN = [("generic", "decode window")]  # Mesa takes seconds for its chunks
 EACH_RUN += [("lavapipe", f"decode {name}") for name in ("norm after", "reads", "chunk")]
-EACH_RUN += [("lavapipe", name) for name in ("prefill window", "rows", "mixed q8", "decode q4", "rows q4", "mixed q4")]
+EACH_RUN += [("lavapipe", name) for name in ("prefill window", "rows", "decode q4", "rows q4", "mixed q4")]
 
 
 @pytest.mark.parametrize(
