@@ -19,6 +19,7 @@ from mlc_amd.compiler import ops
 from mlc_amd.compiler.codegen import generic
 from mlc_amd.compiler.codegen.kernel_workers import ALONE, Workers
 from mlc_amd.compiler.functions import FunctionSpec
+from mlc_amd.compiler.models.compressed.config import caches as compressed_caches
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig
 from mlc_amd.compiler.models.index_keys import averages, chooses, indexers
 from mlc_amd.compiler.nodes import fields_of, parts_of
@@ -114,7 +115,8 @@ class Target(ABC):
         """Cache tensor to the span of its layer: those of the same span share pages. States have STATE."""
         found = {i: self.layer(a, ctx) for i, a in _own_caches(config) if not config.encoder}
         spans = {f"{which}.{i}": layer.span for i, layer in found.items() for which in layer.cache}
-        return spans | dict.fromkeys(indexers(config, ctx), 0) | dict.fromkeys(self.state_types(config, ctx), STATE)
+        others = {**indexers(config, ctx), **compressed_caches(config, ctx)}
+        return spans | dict.fromkeys(others, 0) | dict.fromkeys(self.state_types(config, ctx), STATE)
 
     @abstractmethod
     def expert_tile(self, m: int) -> int:
@@ -130,6 +132,7 @@ class Target(ABC):
         one's have none."""
         caches = {f"{which}.{i}": of for i, a in _own_caches(config) for which, of in self.cache_types(a, ctx).items()}
         caches |= {name: (op.cache_shape(), "float16") for name, op in indexers(config, ctx).items()}
+        caches |= {name: (shape, "float16") for name, shape in compressed_caches(config, ctx).items()}
         return {} if config.encoder else caches | self.state_types(config, ctx)
 
     @staticmethod

@@ -250,7 +250,8 @@ class _File:
     def tensor(self, entry: TensorEntry, flat: bool = False) -> Tensor:
         """That tensor, after checking that its type is supported and its blocks lie inside the file. flat: as a matrix,
         whatever dimensions a row has."""
-        supported = by_gguf_type(entry.gguf_type)
+        integers = entry.gguf_type == gguf.GGMLQuantizationType.I32  # read as float32, of as many bytes
+        supported = FORMATS["f32"] if integers else by_gguf_type(entry.gguf_type)
         if supported is None:
             try:
                 kind = gguf.GGMLQuantizationType(entry.gguf_type).name
@@ -281,7 +282,7 @@ class _File:
             )
         size = row_bytes(supported.name, columns)
         tensor = Tensor(
-            entry.name, supported.name, shape, lambda start, stop: self._rows(entry.offset, size, start, stop)
+            entry.name, supported.name, shape, lambda start, stop: self._rows(entry.offset, size, start, stop, integers)
         )
         if entry.offset + tensor.nbytes > self.size:
             raise UserError(
@@ -297,8 +298,10 @@ class _File:
                 raise UserError(f"{self.path}: tensors {previous!r} and {entry.name!r} overlap; {FETCH_AGAIN}")
             previous, end = entry.name, entry.offset + tensors[entry.name].nbytes
 
-    def _rows(self, offset: int, size: int, start: int, stop: int) -> np.ndarray:
+    def _rows(self, offset: int, size: int, start: int, stop: int, integers: bool) -> np.ndarray:
         data = self.read(offset + start * size, (stop - start) * size)
+        if integers:
+            return np.frombuffer(data, "<i4").astype("<f4").view(np.uint8).reshape(stop - start, size)
         return np.frombuffer(data, np.uint8).reshape(stop - start, size)
 
 

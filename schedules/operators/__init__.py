@@ -13,7 +13,7 @@ from mlc_amd.schedules.operators.experts import (
     NormRoute,
     Route,
 )
-from mlc_amd.schedules.operators.indexer import SelectedAttention, SelectKeys
+from mlc_amd.schedules.operators.indexer import CompressedAttention, SelectedAttention, SelectKeys
 from mlc_amd.schedules.operators.linear import (
     Embed,
     GateUp,
@@ -40,6 +40,7 @@ __all__ = [
     "CausalConv",
     "ChannelDecay",
     "Combine",
+    "CompressedAttention",
     "DeltaNet",
     "Embed",
     "ExpertDown",
