@@ -138,6 +138,24 @@ _STEP35 = (
         "swiglu_clamp_shexp": [0.0] * 43 + [16.0] * 2,
     }
 )
+_DEEPSEEK_V4_FLASH = (
+    _experts(256, 6, 2048)
+    | {"attention.compress_ratios": [0, 0] + [128 if i % 2 else 4 for i in range(2, 43)], "hash_layer_count": 3}
+    | {"attention.q_lora_rank": 1024, "attention.output_group_count": 8, "attention.output_lora_rank": 1024}
+    | {"attention.compress_rope_freq_base": 160000.0, "attention.sliding_window": 128, "rope.dimension_count": 64}
+    | {"attention.indexer.head_count": 64, "attention.indexer.key_length": 128, "attention.indexer.top_k": 512}
+    | {"hyper_connection.count": 4, "hyper_connection.sinkhorn_iterations": 20, "hyper_connection.epsilon": 1e-6}
+    | {"expert_shared_count": 1, "expert_gating_func": 4, "expert_weights_norm": True, "expert_weights_scale": 1.5}
+    | {"swiglu_clamp_exp": 10.0, "rope.scaling.type": "yarn", "rope.scaling.factor": 16.0}
+    | {"rope.scaling.original_context_length": 65536}
+)
+_MINIMAX_M3 = (
+    _experts(128, 4, 3072)
+    | {"attention.indexer.head_count": 4, "attention.indexer.key_length": 128, "attention.indexer.top_k": 16}
+    | {"attention.indexer.block_size": 128, "attention.indexer.local_blocks": 1, "rope.dimension_count": 64}
+    | {"leading_dense_block_count": 3, "expert_shared_count": 1, "expert_gating_func": 2}
+    | {"expert_weights_norm": True, "expert_weights_scale": 2.0}
+)
 _DEEPSEEK_V32 = (
     _experts(256, 8, 2048)
     | _LATENT
@@ -247,6 +265,16 @@ PRESETS = {
     "deepseek-v3.2": Preset(
         "deepseek32",
         _sizes(61, 7168, 18432, 128, 1, 192, 129280, 163840, 1e-6, 10000.0, more=_DEEPSEEK_V32),
+        ("output.weight", "blk.*.exp_probs_b.bias"),
+    ),
+    "deepseek-v4-flash": Preset(
+        "deepseek4",
+        _sizes(43, 4096, 2048, 64, 1, 512, 129280, 1048576, 1e-6, 10000.0, more=_DEEPSEEK_V4_FLASH),
+        ("output.weight", *(f"blk.{i}.exp_probs_b.bias" for i in range(3, 43))),
+    ),
+    "minimax-m3": Preset(
+        "minimax-m3",
+        _sizes(60, 6144, 12288, 64, 4, 128, 200064, 1048576, 1e-6, 5e6, more=_MINIMAX_M3),
         ("output.weight", "blk.*.exp_probs_b.bias"),
     ),
     "kimi-linear-48b-a3b": Preset(

@@ -239,6 +239,17 @@ LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         | {"attention.key_length_swa": 64, "attention.value_length_swa": 32},
         ("output.weight", *_SELECTION, "blk.*.attn_k_norm.weight"),
     ),
+    "deepseek4": (
+        EXPERTS | ROPE_SCALED | {"block_count": 4, "expert_shared_count": 1, "expert_gating_func": 4}
+        | {"expert_weights_norm": True, "expert_weights_scale": 1.5, "hash_layer_count": 1}
+        | {"swiglu_clamp_exp": [0.5, 0.25, 1.0, 0.5], "swiglu_clamp_shexp": [0.25, 1.0, 0.5, 0.5]}
+        | {"attention.head_count_kv": 1, "rope.dimension_count": 32, "attention.sliding_window": 12}
+        | {"attention.q_lora_rank": 96, "attention.output_group_count": 2, "attention.output_lora_rank": 64}
+        | {"attention.compress_ratios": [0, 4, 128, 4], "attention.compress_rope_freq_base": 160000.0}
+        | {"attention.indexer.head_count": 16, "attention.indexer.key_length": 64, "attention.indexer.top_k": 5}
+        | {"hyper_connection.count": 4, "hyper_connection.sinkhorn_iterations": 3, "hyper_connection.epsilon": 1e-6},
+        ("output.weight", *(f"blk.{i}.exp_probs_b.bias" for i in (1, 2, 3))),
+    ),
     "dots1": (_SHARED | {"expert_weights_norm": True, "attention.head_count_kv": 4}, ("output.weight", *_SELECTION)),
     "exaone": ({}, ("rope_freqs.weight",)),
     "exaone-moe": (

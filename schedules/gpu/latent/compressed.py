@@ -94,13 +94,13 @@ def compressed_attention(op: CompressedAttention, arch: Device, state: Buffer, p
         with T.serial(waves) as i:
             put(largest, maximum(largest[0], parts[0][i]), 0)
 
-        def weigh(number: Expr) -> None:
-            exponent = T.Bind(scores[number] - largest[0])
-            weight = T.Bind(T.Select(exponent < LEAST, T.float32(0), exp2(maximum(exponent, T.float32(LEAST)))))
-            put(scores, weight, number)
-            put(total, total[0] + weight, 0)
-
-        each(count, weigh)
+        with T.serial((count + (threads - 1)) // threads) as step:
+            number = T.Bind(step * threads + thread)
+            exponent = T.Bind(scores[T.min(number, count - 1)] - largest[0])
+            with T.If(number < count), T.Then():
+                weight = T.Bind(T.Select(exponent < LEAST, T.float32(0), exp2(maximum(exponent, T.float32(LEAST)))))
+                put(scores, weight, number)
+                put(total, total[0] + weight, 0)
         inverse = rcp(with_sink(Sinks, head, workgroup_sum(arch, waves, total[0], parts[1], wave, lane), largest[0], 0))
         for first in range(0, d, threads):
             column, result = T.Bind(T.min(first + thread, T.int32(d - 1))), filled(T.float32(0))
