@@ -65,7 +65,9 @@ def deepseek4(keys: Keys) -> ModelConfig:
     """DeepSeek V4. Attention to compressed keys, hyper connections, experts beside a shared one, in the first layers
     by token; their activations have limits."""
     predicting, vocab = predicting_layers(keys, known=False), vocabulary(keys)
-    ratios = keys.integers("attention.compress_ratios", read_layers(keys), minimum=0)
+    ratios = keys.numbers("attention.compress_ratios")  # of layers that predict, too
+    if len(ratios) < read_layers(keys):
+        raise keys.error("attention.compress_ratios has fewer entries than the model layers; convert the model again")
     hashed = keys.integer("hash_layer_count", 0, minimum=0)
     sizes: dict[str, Any] = {
         name: keys.integer(f"attention.{key}")
