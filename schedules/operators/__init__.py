@@ -28,6 +28,7 @@ from mlc_amd.schedules.operators.linear import (
 from mlc_amd.schedules.operators.packed import Activate, PackedAttention, Pool
 from mlc_amd.schedules.operators.recurrent import CausalConv, ChannelDecay, DeltaNet, Gate, SsmScan
 from mlc_amd.schedules.operators.sampling import Sample
+from mlc_amd.schedules.operators.streams import Sinkhorn
 
 __all__ = [
     "FREE",
@@ -69,6 +70,7 @@ __all__ = [
     "Sample",
     "SelectKeys",
     "SelectedAttention",
+    "Sinkhorn",
     "SsmScan",
     "costs",
     "from_json",
