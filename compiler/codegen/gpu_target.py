@@ -82,6 +82,9 @@ class GpuTarget(Target):
             if (bool(other.matrix), other.lane_blocks) != (bool(first.matrix), first.lane_blocks):
                 raise UserError(f"{first.name} and {other.name} need different layouts; compile an artifact for each")
 
+    def attends_in_blocks(self, chunk: bool) -> bool:
+        return not (chunk and self.archs[0].matrix)
+
     def rotates_back(self, rotation: int) -> bool:
         return all(rotation <= arch.wave * WIDTH for arch in self.archs)
 

@@ -153,6 +153,10 @@ class Target(ABC):
         """Whether attention of single rows multiplies its outputs by Hadamard matrices of that size itself."""
         return False
 
+    def attends_in_blocks(self, chunk: bool) -> bool:
+        """Whether kernels of attention give int8 blocks; chunk: those of more than single rows."""
+        return True
+
     def norm_place(self, before: Linear | None, readers: Sequence[Linear | GateUp]) -> NormPlace:
         """Where a norm of all rows is computed. before: the linear that computes its input, if it is one of a single
         segment; readers: all that reads it (compiler/passes/fuse_norms.py)."""

@@ -103,9 +103,9 @@ def fuse_residual(mod):
     return rewrite(mod, rule)
 
 
-def fuse_quantize(mod):
+def fuse_quantize(mod, target):
     """quantize(f(x)) becomes f with a quantized output, for activations and the producers that can; attention and gates
-    can if their heads are whole blocks."""
+    can if their heads are whole blocks, attention where the target's does."""
 
     def rule(call, producer):
         quantize = ops.operator_of(call)
@@ -120,7 +120,8 @@ def fuse_quantize(mod):
             return None
         if isinstance(op, Gate) and op.eps is not None and op.size % BLOCK:
             return None
-        if isinstance(op, CausalAttention) and quantize.layout.startswith(BLOCKS) and op.layer.value_d % BLOCK:
+        attends = isinstance(op, CausalAttention) and quantize.layout.startswith(BLOCKS)
+        if attends and (op.layer.value_d % BLOCK or not target.attends_in_blocks(op.m > op.single)):
             return None
         return ops.call(replace(op, layout=quantize.layout), value.args)
 
