@@ -282,7 +282,9 @@ class GpuTarget(Target):
         """Of these kernels those that can exchange parts while they run."""
         found = {name: op for name in names if isinstance(op := self.workloads.get(name), AllReduce | AllGather)}
         able = {name: op for name, op in found.items() if op.words <= MOST_WORDS and op.words % LINE == 0}
-        sums = (op for op in able.values() if isinstance(op, AllReduce))
+        sums = [op for op in able.values() if isinstance(op, AllReduce)]
+        if not sums:  # a model of which the vocabulary alone is divided
+            sums = [AllReduce(n=2 * op.n, parts=op.parts, m=op.m) for op in able.values()]
         if smallest := min(sums, key=lambda op: op.words, default=None):
             able[PROBE.removeprefix(EXCHANGING)] = replace(smallest, residual=True)
         return _Exchanges(able, max((op.words for op in able.values()), default=0))
