@@ -120,12 +120,17 @@ def fuse_quantize(mod, target):
             return None
         if isinstance(op, Gate) and op.eps is not None and op.size % BLOCK:
             return None
-        attends = isinstance(op, CausalAttention) and quantize.layout.startswith(BLOCKS)
-        if attends and (op.layer.value_d % BLOCK or not target.attends_in_blocks(op.m > op.single)):
+        if isinstance(op, CausalAttention) and not _attends_in(op, quantize.layout, target):
             return None
         return ops.call(replace(op, layout=quantize.layout), value.args)
 
     return rewrite(mod, rule)
+
+
+def _attends_in(op: CausalAttention, layout: str, target) -> bool:
+    """Whether its kernel can give that layout."""
+    whole = op.layer.value_d % BLOCK == 0
+    return not layout.startswith(BLOCKS) or (whole and target.attends_in_blocks(op.m > op.single))
 
 
 def fuse_rotation(mod, target):

@@ -58,10 +58,15 @@ def _block_keys(g: Graph, h, a: CompressedConfig, i: int, name: str, dim: int) -
     """Of each row the key of the block that ends there; of rows within a block what nothing reads."""
     block, columns, sums = f"blk.{i}.{name}_", a.columns(dim), a.sums(dim)
     value, gate = (g.columns(g.linear(h, f"{block}{which}.weight"), 0, columns) for which in ("kv", "gate"))
-    places = g.bb.emit_te(
-        lambda rows: te.compute((g.m,), lambda r: te.max(rows[r, 0], 0) % a.ratio, "places"),
-        g.rows, primfunc_name_hint="places_in_blocks",
-    )  # fmt: skip
+
+    def placed(rows):
+        def element(r):
+            position: Any = te.max(rows[r, 0], 0)
+            return position % a.ratio
+
+        return te.compute((g.m,), element, "places")
+
+    places = g.bb.emit_te(placed, g.rows, primfunc_name_hint="places_in_blocks")
     ape = g.columns(decoder_parts.embedded(g, f"{block}ape.weight", places), 0, columns)
     score = g.bb.emit(OPS.exp(decoder_parts.clamped(g, g.bb.emit(OPS.add(gate, ape)), MOST)))
 
@@ -118,7 +123,8 @@ def _chosen(g: Graph, h, latent, a: CompressedConfig, i: int) -> relax.Var:
 
     def queries(q):
         def element(r, c: Any):
-            head, column = te.min(c // op.d, heads), c % op.d
+            head: Any = te.min(c // op.d, heads)
+            column = c % op.d
             own = q[r, te.min(head, heads - 1) * dim + te.min(column, dim - 1)]
             last = te.if_then_else((head == heads) & (column == dim), 1.0, 0.0)
             return te.if_then_else((head < heads) & (column < dim), own, last)
