@@ -27,7 +27,7 @@ from mlc_amd.compiler.gguf.parts import graph_tensors
 from mlc_amd.compiler.gguf.tensor import Tensor, row_bytes
 from mlc_amd.compiler.models.config import ModelConfig
 from mlc_amd.compiler.models.registry import expected_tensors, read_config
-from mlc_amd.compiler.models.tensors import is_vector, optional
+from mlc_amd.compiler.models.tensors import EXPERT_TABLE, is_vector, optional
 from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS, by_gguf_type
@@ -250,7 +250,8 @@ class _File:
     def tensor(self, entry: TensorEntry, flat: bool = False) -> Tensor:
         """That tensor, after checking that its type is supported and its blocks lie inside the file. flat: as a matrix,
         whatever dimensions a row has."""
-        integers = entry.gguf_type == gguf.GGMLQuantizationType.I32  # read as float32, of as many bytes
+        # read as float32, of as many bytes
+        integers = entry.gguf_type == gguf.GGMLQuantizationType.I32 and entry.name.endswith(EXPERT_TABLE)
         supported = FORMATS["f32"] if integers else by_gguf_type(entry.gguf_type)
         if supported is None:
             try:

@@ -124,8 +124,9 @@ def _chosen(g: Graph, h, latent, a: CompressedConfig, i: int) -> relax.Var:
     def queries(q):
         def element(r, c: Any):
             head: Any = te.min(c // op.d, heads)
+            place: Any = te.min(head, heads - 1)
             column = c % op.d
-            own = q[r, te.min(head, heads - 1) * dim + te.min(column, dim - 1)]
+            own = q[r, place * dim + te.min(column, dim - 1)]
             last = te.if_then_else((head == heads) & (column == dim), 1.0, 0.0)
             return te.if_then_else((head < heads) & (column < dim), own, last)
 
