@@ -19,9 +19,8 @@ from mlc_amd.compiler import ops
 from mlc_amd.compiler.codegen import generic
 from mlc_amd.compiler.codegen.kernel_workers import ALONE, Workers
 from mlc_amd.compiler.functions import FunctionSpec
-from mlc_amd.compiler.models.compressed.config import caches as compressed_caches
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig
-from mlc_amd.compiler.models.index_keys import averages, chooses, indexers
+from mlc_amd.compiler.models.index_keys import averages, chooses, compressed_caches, indexers
 from mlc_amd.compiler.nodes import fields_of, parts_of
 from mlc_amd.compiler.work import buffers, work
 from mlc_amd.runtime.artifact.manifest import ManifestTarget

@@ -1,14 +1,10 @@
-"""What a layer with attention to compressed keys is, and what it keeps of each sequence."""
+"""What a layer with attention to compressed keys is: its formula, its tensors, its states."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mlc_amd.schedules.operators import CompressedAttention, SelectKeys
 from mlc_amd.schedules.operators.attention import PAGE, Attention
-
-if TYPE_CHECKING:
-    from mlc_amd.compiler.models.config import ModelConfig
 
 Shape = tuple[int, ...]
 OVERLAPPING = 4  # the ratio whose blocks overlap, and have an indexer
@@ -101,13 +97,7 @@ class CompressedConfig:
         """What chooses blocks, as positions at which they end. One more head and column keep other positions away."""
         return SelectKeys(heads=self.index_heads + 1, d=self.index_dim + SIZE, used=self.used, ctx=ctx, m=m)
 
-
-def caches(config: "ModelConfig", ctx: int) -> dict[str, Shape]:
-    """The shapes of what layers of `config` keep of positions, float16, by name."""
-    found: dict[str, Shape] = {}
-    for i, layer in enumerate(config.layers):
-        if isinstance(a := layer.mixer, CompressedConfig):
-            found |= {f"{name}.{i}": shape for name, shape in a.operator(ctx, 1).caches.items()}
-            if a.chooses(ctx):
-                found[f"ik.{i}"] = ctx // PAGE, PAGE, a.index_dim + SIZE
-    return found
+    def caches(self, ctx: int) -> dict[str, Shape]:
+        """The shapes of what it keeps of positions, float16, by the beginnings of their names."""
+        found = self.operator(ctx, 1).caches
+        return found | ({"ik": (ctx // PAGE, PAGE, self.index_dim + SIZE)} if self.chooses(ctx) else {})

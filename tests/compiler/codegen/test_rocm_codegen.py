@@ -380,25 +380,3 @@ def test_the_code_generator_sees_no_expressions_of_values():
     assert (
         compiled.assembly.count("v_fma") == links and hsaco.parse(compiled.hsaco).kernels["chain_kernel"].scratch == 0
     )
-
-
-def test_lowering_of_intrinsics_sees_no_values_of_functions():
-    """It substitutes them, too: an exponential of a tanh of an erf would take seconds, with one more function hours."""
-
-    def body(b, _group, thread):
-        T.buffer_store(b.Y, T.erf(T.Bind(T.tanh(T.Bind(b.X[thread])))), [thread])
-
-    bound = []
-
-    @tvm.instrument.pass_instrument
-    class Before:
-        def run_before_pass(self, module, info):
-            if info.name.endswith("LowerIntrin"):
-                walk(module["chain_kernel"].body, tirx.Bind, lambda bind: bound.append(str(bind.var.ty)))
-
-    arch = ARCHS["gfx1100"]
-    func = kernel({name: ((32,), "float32") for name in "XY"}, (1,), (32,), body)
-    _, lowered = lower("chain", func, arch, rocm_target(arch))
-    with tvm.transform.PassContext(instruments=[Before()]):
-        rocm._finalize(arch)(tvm.IRModule(lowered))
-    assert bound and set(bound) == {"int32"}
