@@ -82,6 +82,9 @@ class GpuTarget(Target):
             if (bool(other.matrix), other.lane_blocks) != (bool(first.matrix), first.lane_blocks):
                 raise UserError(f"{first.name} and {other.name} need different layouts; compile an artifact for each")
 
+    def attends_in_blocks(self, chunk: bool) -> bool:
+        return not (chunk and self.archs[0].matrix)
+
     def rotates_back(self, rotation: int) -> bool:
         return all(rotation <= arch.wave * WIDTH for arch in self.archs)
 
@@ -279,7 +282,9 @@ class GpuTarget(Target):
         """Of these kernels those that can exchange parts while they run."""
         found = {name: op for name in names if isinstance(op := self.workloads.get(name), AllReduce | AllGather)}
         able = {name: op for name, op in found.items() if op.words <= MOST_WORDS and op.words % LINE == 0}
-        sums = (op for op in able.values() if isinstance(op, AllReduce))
+        sums = [op for op in able.values() if isinstance(op, AllReduce)]
+        if not sums:  # a model of which the vocabulary alone is divided
+            sums = [AllReduce(n=2 * op.n, parts=op.parts, m=op.m) for op in able.values()]
         if smallest := min(sums, key=lambda op: op.words, default=None):
             able[PROBE.removeprefix(EXCHANGING)] = replace(smallest, residual=True)
         return _Exchanges(able, max((op.words for op in able.values()), default=0))

@@ -113,7 +113,7 @@ def _finalize(arch):
     x = tirx.transform
     storage = [x.FP8StorageLegalize(), x.BF16StorageLegalize(), x.LowerWarpMemory()]
     return tvm.transform.Sequential(
-        [*storage, x.StmtSimplify(), expand(), x.LowerIntrin(), wait_before_barriers(arch), values_in_memory()]
+        [*storage, x.StmtSimplify(), expand(), values_in_memory(), x.LowerIntrin(), wait_before_barriers(arch)]
     )
 
 
@@ -141,10 +141,11 @@ def wait_before_barriers(arch):
 
 def values_in_memory():
     """The pass that puts floats, words without a sign and vectors into local buffers of one element, of which LLVM
-    makes the same registers. Last pass before code generation.
+    makes the same registers. After `expand`, whose values are many, and before intrinsics are lowered.
 
-    TVM's code generator substitutes each value into the expressions of its simplifier, which double with every value
-    that is used twice: a minute for a chain of 25. Indices (int32) stay values: the simplifier needs them.
+    TVM's lowering of intrinsics and its code generator substitute each value into the expressions of its simplifier,
+    which double with every value that is used twice: a minute for a chain of 25. Indices (int32) stay values: the
+    simplifier needs them.
     """
 
     @tirx.transform.prim_func_pass(opt_level=0, name="ValuesInMemory")

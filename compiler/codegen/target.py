@@ -20,7 +20,7 @@ from mlc_amd.compiler.codegen import generic
 from mlc_amd.compiler.codegen.kernel_workers import ALONE, Workers
 from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig
-from mlc_amd.compiler.models.index_keys import averages, chooses, indexers
+from mlc_amd.compiler.models.index_keys import averages, chooses, compressed_caches, indexers
 from mlc_amd.compiler.nodes import fields_of, parts_of
 from mlc_amd.compiler.work import buffers, work
 from mlc_amd.runtime.artifact.manifest import ManifestTarget
@@ -114,7 +114,8 @@ class Target(ABC):
         """Cache tensor to the span of its layer: those of the same span share pages. States have STATE."""
         found = {i: self.layer(a, ctx) for i, a in _own_caches(config) if not config.encoder}
         spans = {f"{which}.{i}": layer.span for i, layer in found.items() for which in layer.cache}
-        return spans | dict.fromkeys(indexers(config, ctx), 0) | dict.fromkeys(self.state_types(config, ctx), STATE)
+        others = {**indexers(config, ctx), **compressed_caches(config, ctx)}
+        return spans | dict.fromkeys(others, 0) | dict.fromkeys(self.state_types(config, ctx), STATE)
 
     @abstractmethod
     def expert_tile(self, m: int) -> int:
@@ -130,6 +131,7 @@ class Target(ABC):
         one's have none."""
         caches = {f"{which}.{i}": of for i, a in _own_caches(config) for which, of in self.cache_types(a, ctx).items()}
         caches |= {name: (op.cache_shape(), "float16") for name, op in indexers(config, ctx).items()}
+        caches |= {name: (shape, "float16") for name, shape in compressed_caches(config, ctx).items()}
         return {} if config.encoder else caches | self.state_types(config, ctx)
 
     @staticmethod
@@ -149,6 +151,10 @@ class Target(ABC):
     def rotates_back(self, rotation: int) -> bool:
         """Whether attention of single rows multiplies its outputs by Hadamard matrices of that size itself."""
         return False
+
+    def attends_in_blocks(self, chunk: bool) -> bool:
+        """Whether kernels of attention give int8 blocks; chunk: those of more than single rows."""
+        return True
 
     def norm_place(self, before: Linear | None, readers: Sequence[Linear | GateUp]) -> NormPlace:
         """Where a norm of all rows is computed. before: the linear that computes its input, if it is one of a single

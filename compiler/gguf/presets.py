@@ -138,6 +138,28 @@ _STEP35 = (
         "swiglu_clamp_shexp": [0.0] * 43 + [16.0] * 2,
     }
 )
+_DEEPSEEK_V4_FLASH = (
+    _experts(256, 6, 2048)
+    | {"attention.compress_ratios": [0, 0] + [128 if i % 2 else 4 for i in range(2, 43)], "hash_layer_count": 3}
+    | {"attention.q_lora_rank": 1024, "attention.output_group_count": 8, "attention.output_lora_rank": 1024}
+    | {"attention.compress_rope_freq_base": 160000.0, "attention.sliding_window": 128, "rope.dimension_count": 64}
+    | {"attention.indexer.head_count": 64, "attention.indexer.key_length": 128, "attention.indexer.top_k": 512}
+    | {"hyper_connection.count": 4, "hyper_connection.sinkhorn_iterations": 20, "hyper_connection.epsilon": 1e-6}
+    | {"expert_shared_count": 1, "expert_gating_func": 4, "expert_weights_norm": True, "expert_weights_scale": 1.5}
+    | {"swiglu_clamp_exp": 10.0, "rope.scaling.type": "yarn", "rope.scaling.factor": 16.0}
+    | {"rope.scaling.original_context_length": 65536}
+)
+_MUSE_GLIMMER = {
+    "attention.sliding_window": 2048, "attention.sliding_window_pattern": 4, "logit_scale": 26**-0.5,
+    "final_logit_softcapping": 20.0,
+}  # fmt: skip
+_MINIMAX_M3 = (
+    _experts(128, 4, 3072)
+    | {"attention.indexer.head_count": 4, "attention.indexer.key_length": 128, "attention.indexer.top_k": 16}
+    | {"attention.indexer.block_size": 128, "attention.indexer.local_blocks": 1, "rope.dimension_count": 64}
+    | {"leading_dense_block_count": 3, "expert_shared_count": 1, "expert_gating_func": 2}
+    | {"expert_weights_norm": True, "expert_weights_scale": 2.0}
+)
 _DEEPSEEK_V32 = (
     _experts(256, 8, 2048)
     | _LATENT
@@ -154,6 +176,20 @@ _KIMI_LINEAR = (
     | {"attention.key_length_mla": 192, "attention.value_length_mla": 128, "kda.head_dim": 128, "ssm.conv_kernel": 4}
     | {"leading_dense_block_count": 1, "expert_shared_count": 1, "expert_gating_func": 2}
     | {"expert_weights_scale": 2.446}
+)
+# 36 delta nets and 12 layers with attention. Rows of the table: the model's own sizes are primes above 20,000,000, its
+# multipliers drawn numbers of this size
+_QWEN4_EXP = (
+    _experts(512, 10, 640)
+    | _states(128, 16, 48, 128)
+    | {"rope.dimension_count": 64, "rope.dimension_sections": [11, 11, 10, 0], "full_attention_interval": 4}
+    | {"expert_shared_feed_forward_length": 640, "hyper_connection.count": 4, "hyper_connection.low_rank": 320}
+    | {"attention.indexer.head_count": 4, "attention.indexer.key_length": 128, "attention.indexer.top_k": 2048}
+    | {"attention.compress_ratios": [4 if i % 4 == 3 else 0 for i in range(48)], "ple.layers": [1]}
+    | {"ple.ngram_size": 3, "ple.heads_per_ngram": 8, "ple.conv_kernel": 4, "ple.eos_token_id": 248044}
+    | {"embedding_length_per_layer_input": 160, "ple.image_token_id": 248056}
+    | {"ple.layer_multipliers": [23456789012345, 34567890123457, 35678901234567]}
+    | {"ple.head_offsets": [i * 20_000_000 for i in range(16)], "ple.head_vocab_sizes": [20_000_000] * 16}
 )
 _QWEN3_MOE = _experts(128, 8, 768)
 _QWEN35 = _states(128, 16, 48, 128) | {"rope.dimension_count": 64}
@@ -249,6 +285,20 @@ PRESETS = {
         _sizes(61, 7168, 18432, 128, 1, 192, 129280, 163840, 1e-6, 10000.0, more=_DEEPSEEK_V32),
         ("output.weight", "blk.*.exp_probs_b.bias"),
     ),
+    "deepseek-v4-flash": Preset(
+        "deepseek4",
+        _sizes(43, 4096, 2048, 64, 1, 512, 129280, 1048576, 1e-6, 10000.0, more=_DEEPSEEK_V4_FLASH),
+        ("output.weight", *(f"blk.{i}.exp_probs_b.bias" for i in range(3, 43))),
+    ),
+    "minimax-m3": Preset(
+        "minimax-m3",
+        _sizes(60, 6144, 12288, 64, 4, 128, 200064, 1048576, 1e-6, 5e6, more=_MINIMAX_M3),
+        ("output.weight", "blk.*.exp_probs_b.bias"),
+    ),
+    "muse-glimmer-30b": Preset(
+        "muse-glimmer",
+        _sizes(52, 6656, 19968, 32, 2, 128, 202048, 131072, 1e-5, 5e5, more=_MUSE_GLIMMER),
+    ),
     "kimi-linear-48b-a3b": Preset(
         "kimi-linear",
         _sizes(27, 2304, 9216, 32, 1, 576, 163840, 1048576, 1e-5, 10000.0, more=_KIMI_LINEAR),
@@ -267,6 +317,9 @@ PRESETS = {
     "lfm2-8b-a1b": Preset("lfm2moe", _sizes(24, 2048, 7168, 32, 8, 64, 65536, 128000, 1e-5, 1e6, more=_LFM2_MOE), ()),
     "qwen35-27b": Preset("qwen35", _sizes(64, 5120, 17408, 24, 4, 256, 248320, 262144, 1e-6, 1e7, more=_QWEN35)),
     "qwen35-35b-a3b": Preset("qwen35moe", _sizes(40, 2048, 0, 16, 2, 256, 248320, 262144, 1e-6, 1e7, more=_QWEN35_MOE)),
+    "qwen38-flash-next": Preset(
+        "qwen4exp", _sizes(48, 2560, 0, 24, 2, 256, 248320, 262144, 1e-6, 1e7, more=_QWEN4_EXP), ("output.weight",)
+    ),
     "granite-4-h-small": Preset(
         "granitehybrid", _sizes(40, 4096, 768, 32, 8, 128, 100352, 131072, 1e-5, 10000.0, more=_GRANITE4_H_SMALL), ()
     ),

@@ -27,7 +27,7 @@ from mlc_amd.compiler.gguf.parts import graph_tensors
 from mlc_amd.compiler.gguf.tensor import Tensor, row_bytes
 from mlc_amd.compiler.models.config import ModelConfig
 from mlc_amd.compiler.models.registry import expected_tensors, read_config
-from mlc_amd.compiler.models.tensors import is_vector, optional
+from mlc_amd.compiler.models.tensors import EXPERT_TABLE, is_vector, optional
 from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS, by_gguf_type
@@ -250,7 +250,9 @@ class _File:
     def tensor(self, entry: TensorEntry, flat: bool = False) -> Tensor:
         """That tensor, after checking that its type is supported and its blocks lie inside the file. flat: as a matrix,
         whatever dimensions a row has."""
-        supported = by_gguf_type(entry.gguf_type)
+        # read as float32, of as many bytes
+        integers = entry.gguf_type == gguf.GGMLQuantizationType.I32 and entry.name.endswith(EXPERT_TABLE)
+        supported = FORMATS["f32"] if integers else by_gguf_type(entry.gguf_type)
         if supported is None:
             try:
                 kind = gguf.GGMLQuantizationType(entry.gguf_type).name
@@ -281,7 +283,7 @@ class _File:
             )
         size = row_bytes(supported.name, columns)
         tensor = Tensor(
-            entry.name, supported.name, shape, lambda start, stop: self._rows(entry.offset, size, start, stop)
+            entry.name, supported.name, shape, lambda start, stop: self._rows(entry.offset, size, start, stop, integers)
         )
         if entry.offset + tensor.nbytes > self.size:
             raise UserError(
@@ -297,8 +299,10 @@ class _File:
                 raise UserError(f"{self.path}: tensors {previous!r} and {entry.name!r} overlap; {FETCH_AGAIN}")
             previous, end = entry.name, entry.offset + tensors[entry.name].nbytes
 
-    def _rows(self, offset: int, size: int, start: int, stop: int) -> np.ndarray:
+    def _rows(self, offset: int, size: int, start: int, stop: int, integers: bool) -> np.ndarray:
         data = self.read(offset + start * size, (stop - start) * size)
+        if integers:
+            return np.frombuffer(data, "<i4").astype("<f4").view(np.uint8).reshape(stop - start, size)
         return np.frombuffer(data, np.uint8).reshape(stop - start, size)
 
 

@@ -10,7 +10,7 @@ import itertools
 import string
 import zlib
 from collections.abc import Collection, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 
 import gguf
@@ -19,8 +19,9 @@ import numpy as np
 from mlc_amd.compiler.gguf.presets import PRESETS, Preset
 from mlc_amd.compiler.gguf.reader import GGUFModel, check_tensors
 from mlc_amd.compiler.gguf.tensor import Tensor, row_bytes
+from mlc_amd.compiler.models.config import ExpertsConfig
 from mlc_amd.compiler.models.registry import expected_tensors, read_config
-from mlc_amd.compiler.models.tensors import STATE_SPACE, is_vector, optional
+from mlc_amd.compiler.models.tensors import EXPERT_TABLE, STATE_SPACE, is_vector, optional
 from mlc_amd.compiler.quant.draws import either
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
@@ -41,7 +42,7 @@ _BYTE_SCALES = {
 }
 # For rows that are not whole blocks of 256 columns: llama-quantize's choice (src/llama-quant.cpp).
 FALLBACKS = {"q2_k": "iq4_nl", "q3_k": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0", "iq4_xs": "iq4_nl"}
-_EXACT = "ffn_gate_inp.weight", "token_types.weight", "position_embd.weight"
+_EXACT = EXPERT_TABLE, "ffn_gate_inp.weight", "token_types.weight", "position_embd.weight"
 _TOKENS = "tokenizer.ggml.tokens"
 _GROUP_BYTES = 1 << 18  # rows are drawn in groups of about this size, each with its own generator
 _TEMPLATE = (
@@ -89,8 +90,17 @@ def synthetic(
         name: _tensor(name, _format_of(name, dims, formats.get(len(dims), format)), dims, preset, seed)
         for name, dims in shapes.items()
     }
+    for i, layer in enumerate(config.layers):
+        if isinstance(e := layer.feed_forward, ExpertsConfig) and e.table:
+            name = f"blk.{i}.{EXPERT_TABLE}"
+            made[name] = Tensor.made(name, shapes[name], partial(_experts_of_tokens, e, seed + i))
     check_tensors(config, made, spec)
     return GGUFModel(spec, metadata, made, config)
+
+
+def _experts_of_tokens(e: ExpertsConfig, seed: int) -> np.ndarray:
+    """float32 [tokens, used], different ones for each."""
+    return np.argsort(np.random.default_rng(seed).random((e.table, e.count)), 1)[:, : e.used].astype(np.float32)
 
 
 def _of_layers(names: Collection[str], metadata: Mapping[str, object]) -> set[str]:

@@ -31,6 +31,7 @@ class RopeConfig:
     beta_fast: float = 32.0  # yarn: pairs that turn more often than this in original_context keep their angle
     beta_slow: float = 1.0  # yarn: pairs that turn less often than this are divided by factor
     log_multiplier: float = 0.0  # yarn: 1 + 0.1 * log_multiplier * ln(factor) divides cos and sin; 0: does not
+    back: bool = False  # rows turn the other way
     factors: str = ""  # tensor [dim/2] that divides the angle of each pair, such as rope_freqs.weight (Llama 3.1)
     offset: int = 0  # a row turns as if its position were greater by so many
     long_factors: str = ""  # the same for caches of more than original_context tokens (longrope)
@@ -210,6 +211,7 @@ class ExpertsConfig:
     merged: bool = False  # ffn_gate_up_exps holds each expert's rows of gate, then those of up
     adjugate: AdjugateConfig | None = None
     weigh_input: bool = False  # the weight multiplies the expert's input instead of its output
+    table: int = 0  # rows of EXPERT_TABLE, which has the experts of each token; 0: the router chooses
     shared: SharedExpertConfig | None = None
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tvm import relax, te
 
 from mlc_amd.compiler.models import exchanges
+from mlc_amd.compiler.models.compressed.config import CompressedConfig
 from mlc_amd.compiler.models.config import BARE, AttentionConfig
 from mlc_amd.compiler.ops import shape_of
 from mlc_amd.schedules.operators import Embed
@@ -60,7 +61,7 @@ def each_norm(g: Graph, x, name: str, a: AttentionConfig) -> relax.Var:
     return g.multiply(bare_norm(g, x, a), g.vector(name + ".weight", exact=True))
 
 
-def bare_norm(g: Graph, x, a: AttentionConfig, factors: str = "") -> relax.Var:
+def bare_norm(g: Graph, x, a: AttentionConfig | CompressedConfig, factors: str = "") -> relax.Var:
     """RMS norm of each head without weights, times the head's factor. factors: a tensor, one for each head."""
     m, columns = shape_of(x)
     parts = g.bb.emit(OPS.reshape(x, (m, columns // a.head_dim, a.head_dim)))

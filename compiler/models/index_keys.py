@@ -5,6 +5,7 @@ Where a sequence has no more tokens than a row may see keys, all are seen, and t
 
 from typing import Any
 
+from mlc_amd.compiler.models.compressed.config import CompressedConfig
 from mlc_amd.compiler.models.config import AttentionConfig, ModelConfig
 from mlc_amd.schedules.operators import SelectKeys
 
@@ -26,6 +27,12 @@ def averages(config: ModelConfig, ctx: int) -> dict[str, tuple[int, ...]]:
     """Of layers whose blocks have the mean of their keys, by name: the shape of the state, the last keys."""
     found = {i: a.indexer for i, layer in enumerate(config.layers) if (a := layer.attention) and chooses(a, ctx)}
     return {f"mean.{i}": (of.block - 1, of.dim) for i, of in found.items() if of and of.block > 1 and not of.by_head}
+
+
+def compressed_caches(config: ModelConfig, ctx: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of the caches, float16, of layers with attention to compressed keys, by name."""
+    layers = {i: a for i, layer in enumerate(config.layers) if isinstance(a := layer.mixer, CompressedConfig)}
+    return {f"{name}.{i}": shape for i, a in layers.items() for name, shape in a.caches(ctx).items()}
 
 
 def indexers(config: ModelConfig, ctx: int) -> dict[str, SelectKeys]:

@@ -51,7 +51,7 @@ INTERLEAVED = (
     "qwen35moe",
     "qwen4exp",
 )  # architectures whose RoPE sections take turns
-GATINGS = {1: "softmax", 2: "sigmoid", 3: "softmax_used"}  # of expert_gating_func
+GATINGS = {1: "softmax", 2: "sigmoid", 3: "softmax_used", 4: "sqrt_softplus"}  # of expert_gating_func
 
 
 def read_layers(keys: Keys) -> int:

@@ -9,16 +9,22 @@ from tvm import relax, te
 
 from mlc_amd.compiler.models import exchanges
 from mlc_amd.compiler.models.config import ExpertsConfig
-from mlc_amd.compiler.models.tensors import factor_names
+from mlc_amd.compiler.models.decoder_parts import embedded
+from mlc_amd.compiler.models.tensors import EXPERT_TABLE, factor_names
 from mlc_amd.compiler.ops import shape_of, tensor_type
 from mlc_amd.schedules.operators import Combine, ExpertDown, ExpertGateUp, ExpertLinear, ExpertOrder, Gather, Route
+from mlc_amd.schedules.operators.experts import MIN_SUM
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.models.graph import Graph
 
+OPS: Any = relax.op
+
 
 def route(g: Graph, logits, experts: ExpertsConfig, block: str) -> tuple[relax.Var, relax.Var]:
     """(experts of each row, their weights); block: "blk.0.", in front of the tensors' names."""
+    if experts.table:
+        return _route_by_token(g, logits, experts, block)
     bias = [g.vector(block + experts.bias_name)] if experts.selection_bias else []
     after = factor_names(block)[1]
     factors = [g.vector(after)] if g.has(after) and not experts.weigh_input else []
@@ -32,6 +38,36 @@ def route(g: Graph, logits, experts: ExpertsConfig, block: str) -> tuple[relax.V
     routed = g.emit(op, [logits, *bias, *factors, *buffers])
     ids, weights = (g.bb.emit(relax.TupleGetItem(routed, i)) for i in range(2))
     return ids, weights
+
+
+def _route_by_token(g: Graph, logits, experts: ExpertsConfig, block: str) -> tuple[relax.Var, relax.Var]:
+    """The same of a layer in which tokens have experts; only their weights depend on the logits."""
+
+    def numbered(tokens):
+        return te.compute((g.m,), lambda row: te.max(te.min(tokens[row], experts.table - 1), 0), "numbered")
+
+    def choose(found):
+        def element(row, i):
+            return te.max(te.min(found[row, i].astype("int32"), experts.count - 1), 0)
+
+        return te.compute((g.m, experts.used), element, "chosen")
+
+    def weigh(logits, ids):
+        def element(row, i):
+            x = logits[row, ids[row, i]]
+            return te.sqrt(te.max(x, 0.0) + te.log(1.0 + te.exp(-te.abs(x))))
+
+        return te.compute((g.m, experts.used), element, "weighed")
+
+    table = embedded(g, block + EXPERT_TABLE, g.bb.emit_te(numbered, g.tokens, primfunc_name_hint="token_numbers"))
+    ids = g.bb.emit_te(choose, table, primfunc_name_hint="experts_of_tokens")
+    weights = g.bb.emit_te(weigh, logits, ids, primfunc_name_hint="weigh_experts")
+    if experts.normalize:
+        total = g.bb.emit(OPS.sum(weights, -1, keepdims=True))
+        weights = g.bb.emit(OPS.divide(weights, g.bb.emit(OPS.maximum(total, relax.const(MIN_SUM, "float32")))))
+    if (factors := chosen(g, factor_names(block)[1], ids)) is not None:
+        weights = g.multiply(weights, factors)
+    return ids, g.scaled(weights, experts.scale)
 
 
 def adjugate(g: Graph, x, logits, ids, experts: ExpertsConfig, block: str) -> list:

@@ -5,6 +5,8 @@
 
 from dataclasses import dataclass
 
+from mlc_amd.compiler.models.compressed.config import CompressedConfig
+
 Shape = tuple[int, ...]
 NORMS = {"weight": ".weight", "short": ""}  # of MambaConfig.norms
 
@@ -225,4 +227,7 @@ class LinearAttentionConfig:
         return 5 * self.columns
 
 
-Recurrent = ShortConvConfig | DeltaNetConfig | ChannelDeltaConfig | Mamba2Config | MambaConfig | LinearAttentionConfig
+Recurrent = (
+    ShortConvConfig | DeltaNetConfig | ChannelDeltaConfig | Mamba2Config | MambaConfig | LinearAttentionConfig
+    | CompressedConfig
+)  # fmt: skip

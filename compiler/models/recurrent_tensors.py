@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from mlc_amd.compiler.models.compressed.config import CompressedConfig
 from mlc_amd.compiler.models.recurrent_config import (
     NGRAM_NORMS,
     NORMS,
@@ -119,6 +120,7 @@ TENSORS: dict[type, Callable[[int, Any], Listed]] = {
     Mamba2Config: _mamba2,
     MambaConfig: _mamba,
     LinearAttentionConfig: _linear_attention,
+    CompressedConfig: lambda hidden, a: a.tensors(hidden),
 }
 
 

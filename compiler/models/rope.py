@@ -106,7 +106,7 @@ def rope_table(rope: RopeConfig, ctx: int, freq_factors: np.ndarray | None = Non
     angle = (np.arange(ctx, dtype=np.float64) + rope.offset)[:, None] * frequency
     table = np.empty((ctx, rope.dim), np.float32)
     table[:, 0::2] = np.cos(angle) * magnitude
-    table[:, 1::2] = np.sin(angle) * magnitude
+    table[:, 1::2] = np.sin(-angle if rope.back else angle) * magnitude
     return table
 
 

@@ -204,6 +204,7 @@ def _predictor(c: ModelConfig, p: PredictorConfig) -> Listed:
 def _experts(hidden: int, e: ExpertsConfig) -> Listed:
     yield True, "ffn_gate_inp.weight", (e.count, hidden)
     yield e.selection_bias, e.bias_name, (e.count,)
+    yield e.table > 0, EXPERT_TABLE, (e.table, e.used)
     columns = e.latent or hidden
     yield e.latent > 0, f"ffn_{e.latent_name}_down.weight", (e.latent, hidden)
     yield e.latent > 0, f"ffn_{e.latent_name}_up.weight", (hidden, e.latent)
@@ -225,12 +226,14 @@ def _experts(hidden: int, e: ExpertsConfig) -> Listed:
         yield True, f"ffn_down{s.suffix}.weight", (hidden, s.size)
 
 
+EXPERT_TABLE = "ffn_gate_tid2eid.weight"  # of ExpertsConfig.table: numbers, as float32
 # How the names of matrices end that are no factors of products: taps of convolutions, vectors of Mamba-2
 CONVOLUTIONS = ("conv.weight", "conv1d.weight", *(f"conv1d_{which}.weight" for which in "qkv"))
 SCALE, INPUT_SCALE = "scale", "input_scale"  # in place of "weight"
 # How the names end of what has neither biases nor scales: tables, matrices of a head each, tensors of states
 UNBIASED = (
-    "embd.weight", "attn_k_b.weight", "attn_v_b.weight", "attn_kv_b.weight", "ssm_norm.weight", *CONVOLUTIONS,
+    "embd.weight", "attn_k_b.weight", "attn_v_b.weight", "attn_kv_b.weight", "ssm_norm.weight", EXPERT_TABLE,
+    "attn_output_a.weight", "ape.weight", *CONVOLUTIONS,
 )  # fmt: skip
 STATE_SPACE = ("ssm_a", "ssm_d", "ssm_norm.weight")
 HEAD_NORMS = "attn_q_norm.weight", "attn_k_norm.weight"  # that may have a row for each head
@@ -295,6 +298,8 @@ _MIXER_PARTS: dict[type, Callable[[int, Any], Iterator[Part]]] = {
 
 def _block_parts(hidden: int, f: FeedForwardConfig | ExpertsConfig | None) -> Iterator[Part]:
     if isinstance(f, ExpertsConfig):
+        if f.table:
+            yield Part(EXPERT_TABLE, EXPERT_TABLE, 0, (f.table, f.used), filled=(f.table, -(-f.used // BLOCK) * BLOCK))
         yield from _parts_of(f, (f.count,), f.latent or hidden, "ffn_{}_exps.weight", "ffn_gate_up_exps.weight")
         if f.adjugate:
             yield from _parts_of(

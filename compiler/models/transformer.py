@@ -20,6 +20,8 @@ from tvm import relax
 
 from mlc_amd.compiler.models import decoder_parts, exchanges, images, indexers, packed, recurrent
 from mlc_amd.compiler.models import mixture as mixture_graph
+from mlc_amd.compiler.models.compressed import attention as compressed
+from mlc_amd.compiler.models.compressed.config import CompressedConfig
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LatentConfig, LayerConfig, Norms
 from mlc_amd.compiler.models.residuals import ngrams, streams
 from mlc_amd.compiler.models.residuals.config import ATTENTION, FEED_FORWARD
@@ -156,7 +158,7 @@ def latent_attention(g: Graph, h, i: int, latent: LatentConfig) -> list:
     return [g.linear(y, block + "attn_output.weight")]
 
 
-MIXERS = {AttentionConfig: attention, **recurrent.MIXERS}
+MIXERS = {AttentionConfig: attention, CompressedConfig: compressed.attention, **recurrent.MIXERS}
 
 
 def feed_forward(g: Graph, h, i: int, router=None) -> list:

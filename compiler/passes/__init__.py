@@ -22,7 +22,7 @@ def fuse(mod, target):
     mod = used(fuse_gate_up(mod))
     mod = fuse_siblings(mod)
     mod = fuse_residual(mod)
-    mod = used(fuse_quantize(mod))
+    mod = used(fuse_quantize(mod, target))
     mod = fuse_sibling_norms(mod)
     mod = used(fuse_route(mod, target))
     mod = fuse_norm_linear(mod, target)

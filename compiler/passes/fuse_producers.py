@@ -103,9 +103,9 @@ def fuse_residual(mod):
     return rewrite(mod, rule)
 
 
-def fuse_quantize(mod):
+def fuse_quantize(mod, target):
     """quantize(f(x)) becomes f with a quantized output, for activations and the producers that can; attention and gates
-    can if their heads are whole blocks."""
+    can if their heads are whole blocks, attention where the target's does."""
 
     def rule(call, producer):
         quantize = ops.operator_of(call)
@@ -120,11 +120,17 @@ def fuse_quantize(mod):
             return None
         if isinstance(op, Gate) and op.eps is not None and op.size % BLOCK:
             return None
-        if isinstance(op, CausalAttention) and quantize.layout.startswith(BLOCKS) and op.layer.value_d % BLOCK:
+        if isinstance(op, CausalAttention) and not _attends_in(op, quantize.layout, target):
             return None
         return ops.call(replace(op, layout=quantize.layout), value.args)
 
     return rewrite(mod, rule)
+
+
+def _attends_in(op: CausalAttention, layout: str, target) -> bool:
+    """Whether its kernel can give that layout."""
+    whole = op.layer.value_d % BLOCK == 0
+    return not layout.startswith(BLOCKS) or (whole and target.attends_in_blocks(op.m > op.single))
 
 
 def fuse_rotation(mod, target):

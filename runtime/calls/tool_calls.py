@@ -179,6 +179,7 @@ FORMATS: tuple[KnownFormat, ...] = (
             key=("]<]minimax[>[<", ">"),
             value_closing="]<]minimax[>[</{}>",
             end="]<]minimax[>[</invoke>",
+            control=("]<]minimax[>[",),
             nested=True,
             several=True,
         ),

@@ -13,7 +13,7 @@ from mlc_amd.schedules.operators.experts import (
     NormRoute,
     Route,
 )
-from mlc_amd.schedules.operators.indexer import SelectedAttention, SelectKeys
+from mlc_amd.schedules.operators.indexer import CompressedAttention, SelectedAttention, SelectKeys
 from mlc_amd.schedules.operators.linear import (
     Embed,
     GateUp,
@@ -28,6 +28,7 @@ from mlc_amd.schedules.operators.linear import (
 from mlc_amd.schedules.operators.packed import Activate, PackedAttention, Pool
 from mlc_amd.schedules.operators.recurrent import CausalConv, ChannelDecay, DeltaNet, Gate, SsmScan
 from mlc_amd.schedules.operators.sampling import Sample
+from mlc_amd.schedules.operators.streams import Sinkhorn
 
 __all__ = [
     "FREE",
@@ -40,6 +41,7 @@ __all__ = [
     "CausalConv",
     "ChannelDecay",
     "Combine",
+    "CompressedAttention",
     "DeltaNet",
     "Embed",
     "ExpertDown",
@@ -68,6 +70,7 @@ __all__ = [
     "Sample",
     "SelectKeys",
     "SelectedAttention",
+    "Sinkhorn",
     "SsmScan",
     "costs",
     "from_json",

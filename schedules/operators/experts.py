@@ -27,6 +27,7 @@ from mlc_amd.schedules.operators.layouts import Tensor, activations, padded
 GATINGS = (
     "softmax",  # probabilities over all experts
     "sigmoid",  # of each logit
+    "sqrt_softplus",  # the root of softplus of each logit
     "softmax_used",  # the logits choose, softmax over the chosen ones
 )
 # In front of an activation's numbers. A limit: up is between -limit and limit, and SiLU's argument, or else its result,

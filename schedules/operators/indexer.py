@@ -118,3 +118,69 @@ class SelectedAttention(Operator, name="selected_attention", sizes="{0.layer.hea
 
     def operations(self) -> tuple[int, int]:
         return 0, 2 * self.layer.heads * (self.layer.d + self.layer.value_d)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedAttention(Operator, name="compressed_attention", sizes="{0.layer.heads}x{0.layer.d}_{0.ratio}"):
+    """Attention to the last keys, and to those that stand for `ratio` positions each: (rows, pages, q float32 [m,
+    heads, d], times `query_scale`, k float32 [m, d, padded], [c as k, [ids int32 [m, used]]], sinks, cache, [cache of
+    blocks]) -> (float32 [m, heads * d], caches). Keys are the values, too, of all heads.
+
+    The rows' k are written first, and c of those at whose positions blocks end. A row sees the layer's window, and the
+    blocks that end at or before it; with `used` those of them that end at its ids, of which others do not count. ratio
+    0: there are no blocks. Caches: float16 [pages, PAGE, d] and, of blocks, [pages, PAGE / ratio, at least 1, d].
+    ValueError for a layer without window, sinks or values, and unless 16 divides d.
+    """
+
+    layer: Attention
+    ratio: int
+    used: int
+    m: int
+
+    reads_cache = True
+
+    def __post_init__(self):
+        of = self.layer
+        if not (of.window and of.sinks) or of.values != of.d or of.d % 16 or of.quantized:
+            raise ValueError(f"{self} is no attention to compressed keys")
+
+    def slots(self) -> Iterator[Slot]:
+        yield from (STATE_SLOT, ROWS_SLOT, PAGES_SLOT, Slot("input", ("Q", "K")))
+        yield from named("input", C=self.ratio > 0, Ids=self.used > 0)
+        yield from (Slot("weight", ("Sinks",)), Slot("cache", ("Kc", "Cc")), Slot("output", ("Y",)))
+
+    @property
+    def inputs(self) -> dict[str, tuple[int, ...] | None]:
+        """Shapes of its kernel's float32 inputs, by name; None: it has none."""
+        of, key = self.layer, (self.m, padded(self.layer.d))
+        return {"Q": (self.m, of.heads, of.d), "K": key, "C": key if self.ratio else None}
+
+    @property
+    def caches(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the caches, by the beginnings of their names."""
+        of = self.layer
+        blocks = {"ck": (of.blocks, max(PAGE // self.ratio, 1), of.d)} if self.ratio else {}
+        return {"wk": (of.blocks, PAGE, of.d)} | blocks
+
+    @property
+    def blocks(self) -> int:
+        """That a row sees at most."""
+        return self.used or (self.layer.ctx // self.ratio if self.ratio else 0)
+
+    def results(self) -> list[Tensor]:
+        return [((self.m, self.layer.heads * self.layer.d), "float32")]
+
+    @property
+    def written(self) -> int:
+        return len(self.caches)
+
+    @property
+    def positions(self) -> int:
+        return self.layer.ctx
+
+    @property
+    def most_keys(self) -> int:
+        return self.layer.window + self.blocks
+
+    def operations(self) -> tuple[int, int]:
+        return 0, 4 * self.layer.heads * self.layer.d

@@ -3,12 +3,21 @@
 import gc
 import struct
 
+import tvm
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
 from mlc_amd.compiler import pipeline
+from mlc_amd.compiler.codegen import rocm
 from mlc_amd.compiler.codegen.cpu import CpuTarget
+from mlc_amd.compiler.codegen.lower import lower as lowered_kernel
+from mlc_amd.compiler.codegen.lower import walk
 from mlc_amd.compiler.codegen.spirv.asm import Asm
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.lowering import lower
 from mlc_amd.runtime.options import CompileOptions
+from mlc_amd.schedules.gpu.base.arch import ARCHS
+from tests.compiler.codegen.test_rocm_codegen import kernel
 
 
 def test_long_kernels_are_compiled_first(tmp_path):
@@ -42,3 +51,25 @@ def test_constants_and_types_are_made_once():
     assert asm.type("f32") == asm.type("f32") and asm.const("i32", -1) == asm.const("i32", 0xFFFFFFFF)
     words = struct.pack("<f", -0.0)
     assert struct.unpack("<I", words)[0] in asm.globals and len(asm.globals) > made
+
+
+def test_lowering_of_intrinsics_sees_no_values_of_functions():
+    """It substitutes them, too: an exponential of a tanh of an erf would take seconds, with one more function hours."""
+
+    def body(b, _group, thread):
+        T.buffer_store(b.Y, T.erf(T.Bind(T.tanh(T.Bind(b.X[thread])))), [thread])
+
+    bound = []
+
+    @tvm.instrument.pass_instrument
+    class Before:
+        def run_before_pass(self, module, info):
+            if info.name.endswith("LowerIntrin"):
+                walk(module["chain_kernel"].body, tirx.Bind, lambda bind: bound.append(str(bind.var.ty)))
+
+    arch = ARCHS["gfx1100"]
+    func = kernel({name: ((32,), "float32") for name in "XY"}, (1,), (32,), body)
+    _, lowered = lowered_kernel("chain", func, arch, rocm.rocm_target(arch))
+    with tvm.transform.PassContext(instruments=[Before()]):
+        rocm._finalize(arch)(tvm.IRModule(lowered))
+    assert bound and set(bound) == {"int32"}

@@ -227,8 +227,8 @@ CASES = {
     **{f"without {name}": (make(tensors=without(TENSORS, name)), f"tensor {name} is missing") for name in TENSORS},
     # metadata
     "architecture": (
-        having("general.architecture", STRING, "deepseek4"),
-        r"'deepseek4' is not supported; \d+ others are, such as deepseek,",
+        having("general.architecture", STRING, "deepseek5"),
+        r"'deepseek5' is not supported; \d+ others are, such as deepseek,",
     ),
     "long architecture": (having("general.architecture", STRING, "x" * 9999), r"'xxx.*\.\.\. is not supported"),
     "architecture type": (having("general.architecture", U32, 1), "general.architecture is 1, expected a string"),

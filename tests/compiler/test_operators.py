@@ -48,7 +48,7 @@ TARGETS = [("cpu", "x86-64-v3"), ("vulkan", "generic"), ("rocm", "gfx1100")]  # 
 def test_every_kernel_has_the_parameters_of_its_operator(kind, arch):
     backend, seen = make_target(kind, arch), set()
     models = [("qwen3", "q4_k"), ("starcoder2", "f16"), ("llama4", "f16"), ("qwen35", "f16"), ("deepseek2", "q4_0")]
-    models += [("mamba2", "f16"), ("kimi-linear", "f16"), ("deepseek32", "f16")]
+    models += [("mamba2", "f16"), ("kimi-linear", "f16"), ("deepseek32", "f16"), ("deepseek4", "f16")]
     for name, form in models:
         lower(architectures.tiny(name, form), backend, 64)
     lower(encoders.tiny("bert"), backend, 64)

@@ -185,3 +185,11 @@ def test_gate_and_up_of_different_kinds_stay_apart():
     counts, _ = operators(model)
     assert counts["gate_up"] == 0
     assert counts["relax.nn.silu"] == counts["relax.multiply"] == len(model.config.layers)
+
+
+@pytest.mark.parametrize(("arch", "layout"), [("nvidia", ""), ("rdna2", "rows")])
+def test_chunks_on_matrix_units_give_no_blocks(arch, layout):
+    """Even where what reads them, matrices too small for these units, takes int8 blocks."""
+    model = architectures.tiny("deepseek2", "q4_k")
+    _, calls = operators(model, 64, VulkanTarget(arch))
+    assert {op.layout for op in of(calls, CausalAttention)} == {layout}

@@ -15,6 +15,7 @@ import numpy as np
 from mlc_amd.compiler.gguf import GGUFModel
 from mlc_amd.compiler.gguf.tensor import Tensor
 from mlc_amd.compiler.gguf.writer import write_gguf
+from mlc_amd.compiler.models.tensors import EXPERT_TABLE
 from tests.dev.llamacpp_models import theirs
 from tests.support import architectures
 
@@ -34,6 +35,14 @@ def float32(tensor: Tensor) -> Tensor:
     return Tensor(tensor.name, "f32", shape, fetch)
 
 
+def integers(path: Path) -> None:
+    """Makes numbers of experts in the file integers, which llama.cpp takes only."""
+    for tensor in gguf.GGUFReader(path, "r+").tensors:
+        if tensor.name.endswith(EXPERT_TABLE):
+            tensor.data.view(np.int32)[:] = tensor.data
+            tensor.field.parts[4][0] = gguf.GGMLQuantizationType.I32
+
+
 def logits(model: GGUFModel, program: str) -> np.ndarray:
     """float32 [positions, vocab], after the tokens at `positions` of `ids`."""
     exact = architectures.exact()
@@ -41,6 +50,7 @@ def logits(model: GGUFModel, program: str) -> np.ndarray:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         write_gguf(model, path)
+        integers(path)
         return theirs(path, program, exact["ids"])[exact["positions"]]
 
 

@@ -33,9 +33,9 @@ MAX_CHANGE = 2e-3  # of the logits' range, however the tokens come
 
 # Of decoders that are others put together anew, those with a part of their own
 PARTS = {
-    "afmoe", "arctic", "bloom", "cohere2moe", "dbrx", "deci", "deepseek32", "falcon", "gpt2", "hy_v3", "hy_v4",
-    "kimi-k3", "laguna", "mamba", "minimax-01", "minimax-m3", "muse-glimmer", "olmo", "openelm", "plamo3", "qwen4exp",
-    "smallthinker", "stablelm", "step35",
+    "afmoe", "arctic", "bloom", "cohere2moe", "dbrx", "deci", "deepseek32", "deepseek4", "falcon", "gpt2", "hy_v3",
+    "hy_v4", "kimi-k3", "laguna", "mamba", "minimax-01", "minimax-m3", "muse-glimmer", "olmo", "openelm", "plamo3",
+    "qwen4exp", "smallthinker", "stablelm", "step35",
 }  # fmt: skip
 KEPT = [name for name in architectures.MODELS if name not in architectures.LLAMACPP or name in PARTS]
 
@@ -57,8 +57,8 @@ def test_logits(tmp_path, name):
 
 # with operators, or parts of them, that others do not have
 ON_GPUS = (
-    "bailingmoe3", "bloom", "deepseek32", "dots3note", "grovemoe", "hy_v4", "kimi-k3", "mamba", "maple", "mimo2",
-    "minimax-01", "minimax-m3", "qwen4exp",
+    "bailingmoe3", "bloom", "deepseek32", "deepseek4", "dots3note", "grovemoe", "hy_v4", "kimi-k3", "mamba", "maple",
+    "mimo2", "minimax-01", "minimax-m3", "qwen4exp",
 )  # fmt: skip
 
 

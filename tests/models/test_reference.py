@@ -57,6 +57,7 @@ def test_every_operator_has_a_reference():
         pytest.param("qwen3moe", "q4_k", "vulkan", "lavapipe", marks=pytest.mark.full),  # norms of heads
         pytest.param("qwen35", "q4_k", "vulkan", "lavapipe", marks=pytest.mark.full),
         pytest.param("kimi-linear", "q4_k", "cpu", "native", marks=pytest.mark.full),  # states that decay by channel
+        pytest.param("deepseek4", "q8_0", "cpu", "native", marks=pytest.mark.full),  # compressed keys
         pytest.param("hy_v4", "q8_0", "cpu", "native", marks=pytest.mark.full),  # sinks of chosen keys
         pytest.param("kimi-k3", "q8_0", "cpu", "native", marks=pytest.mark.full),  # activations with numbers
         pytest.param("minimax-m3", "q8_0", "cpu", "native", marks=pytest.mark.full),  # blocks of keys of each head

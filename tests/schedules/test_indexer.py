@@ -17,7 +17,7 @@ from mlc_amd.schedules.gpu.attention.cache import cache_types as gpu_types
 from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.schedules.gpu.base.arch import resolve as gfx
 from mlc_amd.schedules.gpu.latent import selected_tiles
-from mlc_amd.schedules.operators import SelectedAttention, SelectKeys
+from mlc_amd.schedules.operators import CompressedAttention, SelectedAttention, SelectKeys
 from mlc_amd.schedules.operators.attention import PAGE, SLOTS, Attention
 from mlc_amd.tools.reference.case import Case
 from mlc_amd.tools.reference.operators import results
@@ -27,6 +27,7 @@ CTX, USED, M = 256, 40, 6
 PLACES = [(39, 2), (40, 2), (0, 5), (150, 7), (151, 7), (255, 9)]  # position and slot of each row
 LAYER = Attention(heads=3, kv_heads=1, d=80, ctx=CTX, scale=0.2, values=64)
 WIDE = Attention(heads=6, kv_heads=2, d=72, ctx=CTX, scale=0.2)
+SHARED = Attention(heads=4, kv_heads=1, d=48, ctx=CTX, window=24, sinks=True, values=48)
 KERNELS = {
     "choice": SelectKeys(heads=3, d=48, used=USED, ctx=CTX, m=M),
     "blocks": SelectKeys(heads=3, d=48, used=USED // 4, ctx=CTX, m=M, block=4),
@@ -36,6 +37,10 @@ KERNELS = {
     "attention with sinks": SelectedAttention(layer=replace(LAYER, sinks=True), used=USED, m=M),
     "attention to blocks": SelectedAttention(layer=WIDE, used=USED // 4, m=M, block=4, tail=True),
     "attention to blocks by head": SelectedAttention(layer=WIDE, used=3, m=M, block=16, sets=2),
+    "compressed": CompressedAttention(layer=SHARED, ratio=4, used=0, m=M),
+    "compressed and chosen": CompressedAttention(layer=SHARED, ratio=4, used=12, m=M),
+    "compressed to long blocks": CompressedAttention(layer=SHARED, ratio=128, used=0, m=M),
+    "a window of shared keys": CompressedAttention(layer=SHARED, ratio=0, used=0, m=M),
 }
 
 
@@ -49,6 +54,14 @@ def arrays_of(op, layout, places):
         cache = rng.standard_normal(op.cache_shape()).astype(np.float16)
         cache[:, ::3] = cache[0, 0]
         return found | inputs | {"Ik": cache, "Ids": np.full((op.m, op.sets * op.used), -2, np.int32)}
+    if isinstance(op, CompressedAttention):
+        inputs = {name: rng.standard_normal(shape, np.float32) for name, shape in op.inputs.items() if shape}
+        names = zip(("Kc", "Cc"), op.caches.values(), strict=False)
+        caches = {name: rng.standard_normal(shape).astype(np.float16) for name, shape in names}
+        ids = np.sort(np.stack([rng.permutation(CTX)[: op.used] for _ in range(M)]), 1).astype(np.int32)
+        ids[:, -2:] = -1  # beside positions within blocks, and after the row
+        sinks, y = rng.standard_normal(SHARED.heads).astype(np.float32), np.zeros((M, SHARED.heads * SHARED.d), "f4")
+        return found | inputs | caches | {"Ids": ids, "Sinks": sinks, "Y": y}
     layer = op.layer
     types = (cpu_types if layout == "cpu" else gpu_types)(layer)
     dtype = np.float32 if layout == "cpu" else np.float16

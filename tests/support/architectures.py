@@ -239,6 +239,17 @@ LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         | {"attention.key_length_swa": 64, "attention.value_length_swa": 32},
         ("output.weight", *_SELECTION, "blk.*.attn_k_norm.weight"),
     ),
+    "deepseek4": (
+        EXPERTS | ROPE_SCALED | {"block_count": 4, "expert_shared_count": 1, "expert_gating_func": 4,
+            "expert_weights_norm": True, "expert_weights_scale": 1.5, "hash_layer_count": 1,
+            "swiglu_clamp_exp": [0.5, 0.25, 1.0, 0.5], "swiglu_clamp_shexp": [0.25, 1.0, 0.5, 0.5],
+            "attention.head_count_kv": 1, "rope.dimension_count": 32, "attention.sliding_window": 12,
+            "attention.q_lora_rank": 96, "attention.output_group_count": 2, "attention.output_lora_rank": 64,
+            "attention.compress_ratios": [0, 4, 128, 4], "attention.compress_rope_freq_base": 160000.0,
+            "attention.indexer.head_count": 16, "attention.indexer.key_length": 64, "attention.indexer.top_k": 5,
+            "hyper_connection.count": 4, "hyper_connection.sinkhorn_iterations": 3, "hyper_connection.epsilon": 1e-6},
+        ("output.weight", *(f"blk.{i}.exp_probs_b.bias" for i in (1, 2, 3))),
+    ),
     "dots1": (_SHARED | {"expert_weights_norm": True, "attention.head_count_kv": 4}, ("output.weight", *_SELECTION)),
     "exaone": ({}, ("rope_freqs.weight",)),
     "exaone-moe": (
@@ -263,8 +274,7 @@ LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     ),
     "grovemoe": (
         EXPERTS | {"expert_used_count": 3, "experts_per_group": 2, "expert_group_scale": 0.5}
-        | {"expert_chunk_feed_forward_length": 48},
-        (),
+        | {"expert_chunk_feed_forward_length": 48}, (),
     ),
     "hunyuan-moe": (EXPERTS | {"feed_forward_length": 64}, ()),
     "hunyuan_vl": (SECTIONS, ()),
@@ -313,8 +323,8 @@ LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         ("output.weight", *_SELECTION),
     ),
     "minicpm3": (
-        {"attention.q_lora_rank": 96, "attention.kv_lora_rank": 64, "attention.key_length": 96}
-        | {"attention.value_length": 64, "rope.dimension_count": 32, "attention.head_count_kv": 4},
+        _PARTIAL | {"attention.q_lora_rank": 96, "attention.kv_lora_rank": 64, "attention.key_length": 96}
+        | {"attention.value_length": 64, "attention.head_count_kv": 4},
         ("rope_factors_long.weight", "rope_factors_short.weight"),
     ),
     "minimax-01": (
@@ -327,8 +337,7 @@ LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "nemotron": (_PARTIAL, ("output.weight", *_LAYER_NORM_BIAS)),
     "olmo": ({"attention.clamp_kqv": 1.0}, ()),
     "openelm": (
-        {"attention.head_count": [4, 6], "attention.head_count_kv": [2, 3], "feed_forward_length": [512, 768]},
-        _QKV,
+        {"attention.head_count": [4, 6], "attention.head_count_kv": [2, 3], "feed_forward_length": [512, 768]}, _QKV,
     ),
     "orion": ({}, ("output.weight", *_LAYER_NORM_BIAS)),
     "paddleocr": (SECTIONS, ()),
@@ -339,15 +348,12 @@ LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         ("output.weight", "output.bias", *_LAYER_NORM_BIAS, *QKV_BIAS, *OUTPUT_BIAS),
     ),
     "plamo": ({}, ("output.weight",)),
-    "plamo2": (
-        _MAMBA | {"block_count": 3, "attention.head_count_kv": [0, 2, 0], "ssm.time_step_rank": 4}, (*_QKV,),
-    ),
+    "plamo2": (_MAMBA | {"block_count": 3, "attention.head_count_kv": [0, 2, 0], "ssm.time_step_rank": 4}, _QKV),
     "plamo3": (_WINDOWS, _QKV),
     "qwen": ({"attention.head_count_kv": 4}, ("output.weight", *_QKV, "blk.*.attn_qkv.bias")),
     "refact": ({"attention.head_count_kv": 1}, ()),
     "qwen4exp": (
         EXPERTS | DELTA_NET | SECTIONS | {"attention.recurrent_layers": [1, 1, 0], "block_count": 3}
-        | {"ssm.inner_size": 128}
         | {"expert_shared_feed_forward_length": 96, "hyper_connection.count": 4, "hyper_connection.low_rank": 8}
         | {"attention.indexer.head_count": 3, "attention.indexer.key_length": 32, "attention.indexer.top_k": 16}
         | {"attention.compress_ratios": [0, 0, 4], "ple.layers": [1], "ple.ngram_size": 3, "ple.heads_per_ngram": 2}

@@ -20,7 +20,9 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-PROBABILITIES = {"softmax": softmax, "sigmoid": sigmoid, "softmax_used": lambda x: x}
+PROBABILITIES = {"softmax": softmax, "sigmoid": sigmoid, "softmax_used": lambda x: x} | {
+    "sqrt_softplus": lambda x: np.sqrt(np.logaddexp(x, 0))
+}
 
 
 def route(logits, used, gating, normalize=False, scale=1.0, bias=None, factors=None, groups=1, groups_used=1):

@@ -303,6 +303,29 @@ def _selected_attention(c: Case) -> dict[str, Result]:
     return {"Y": Result(found.reshape(len(rows), -1), rows)}
 
 
+def _compressed_attention(c: Case) -> dict[str, Result]:
+    a, layer, pages, live = c.op, c.op.layer, c.arrays["pages"], np.arange(c.live)
+    caches = {name: c.arrays[name].astype(np.float64) for name in ("Kc", "Cc") if name in c.arrays}
+    for row, position, slot in zip(live, *c.places(live), strict=True):
+        page, place = pages[slot, position // PAGE], position % PAGE
+        caches["Kc"][page, place] = c.arrays["K"][row, : layer.d].astype(np.float16)
+        if a.ratio and (position + 1) % a.ratio == 0:
+            caches["Cc"][page, place // a.ratio] = c.arrays["C"][row, : layer.d].astype(np.float16)
+    found = np.empty((len(c.rows), layer.heads, layer.d))
+    for i, (row, position, slot) in enumerate(zip(c.rows, *c.places(c.rows), strict=True)):
+        last = np.arange(max(position + 1 - layer.window, 0), position + 1)
+        keys = [caches["Kc"][pages[slot, last // PAGE], last % PAGE]]
+        if a.ratio:
+            ends = np.arange(a.ratio - 1, position + 1, a.ratio)
+            ends = ends[np.isin(ends, c.arrays["Ids"][row])] if a.used else ends
+            keys.append(caches["Cc"][pages[slot, ends // PAGE], ends % PAGE // a.ratio])
+        joined = np.concatenate(keys)
+        scores = c.arrays["Q"][row].astype(np.float64) @ joined.T * np.log(2)
+        sinks = c.arrays["Sinks"][: layer.heads, None].astype(np.float64)
+        found[i] = experts.softmax(np.concatenate([scores, sinks], 1))[:, :-1] @ joined
+    return {"Y": Result(found.reshape(len(c.rows), -1), c.rows)} | _of_caches(caches)
+
+
 def _packed_attention(c: Case) -> dict[str, Result]:
     a, rows, live = c.op, c.rows, np.arange(c.live)
     q = _heads(c, "Q", rows, a.d, a.heads).astype(np.float64) * (a.scale or a.d**-0.5)
@@ -361,7 +384,7 @@ OPERATORS: dict[type[Operator], Callable[[Case], dict[str, Result]]] = {
     _rope_kv_write, declared.LatentKvWrite: _latent_kv_write, declared.CausalAttention: _attention,
     declared.RopeAttention: _rope_attention, declared.PackedAttention: _packed_attention,
     declared.SelectKeys: _select_keys, declared.SelectedAttention: _selected_attention,
-    declared.Pool: _pool, declared.Activate: _activate,
+    declared.CompressedAttention: _compressed_attention, declared.Pool: _pool, declared.Activate: _activate,
     declared.AllReduce: _all_reduce, declared.AllGather: _all_gather, declared.Sample: _sample, **mixture.OPERATORS,
     **states.OPERATORS,
 }  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from mlc_amd.schedules.operators import CausalConv, ChannelDecay, DeltaNet, Gate, Operator, SsmScan
+from mlc_amd.schedules.operators import CausalConv, ChannelDecay, DeltaNet, Gate, Operator, Sinkhorn, SsmScan
 from mlc_amd.tools.reference import experts
 from mlc_amd.tools.reference.case import Case, Result, rms
 
@@ -119,10 +119,19 @@ def gate(c: Case) -> dict[str, Result]:
     return {"": Result(x * experts.sigmoid(z) * (z if a.silu else 1.0), c.rows)}
 
 
+def sinkhorn(c: Case) -> dict[str, Result]:
+    a, x = c.op, c.arrays["X"][c.rows].astype(np.float64)
+    y = experts.softmax(x.reshape(-1, a.count, a.count)) + a.eps
+    for axis in [1, *[2, 1] * (a.iterations - 1)]:
+        y = y / (y.sum(axis, keepdims=True) + a.eps)
+    return {"Y": Result(y.reshape(x.shape), c.rows)}
+
+
 OPERATORS: dict[type[Operator], Callable[[Case], dict[str, Result]]] = {
     CausalConv: causal_conv,
     ChannelDecay: channel_decay,
     DeltaNet: delta_net,
     SsmScan: ssm_scan,
     Gate: gate,
+    Sinkhorn: sinkhorn,
 }

@@ -8,16 +8,21 @@ from mlc_amd.compiler.models.architectures.local import PLAIN_QKV
 from mlc_amd.compiler.models.architectures.mixtures import beside_shared
 from mlc_amd.compiler.models.architectures.stateful import check_heads, delta_net, qwen_experts, recurrent_layers
 from mlc_amd.compiler.models.architectures.uniform import INDEX_ROPE, indexed_rotations, latent_attention, read_indexer
+from mlc_amd.compiler.models.compressed.attention import BACK, BLOCK_ROPE, COMPRESSED_ROPE
+from mlc_amd.compiler.models.compressed.config import OVERLAPPING, CompressedConfig
 from mlc_amd.compiler.models.config import Block, ExpertsConfig, IndexerConfig, LayerConfig, Mixer, ModelConfig, Norms
 from mlc_amd.compiler.models.metadata import (
     ROPE,
     Keys,
+    check_multiple,
     dense,
     dense_then,
     each_layer,
+    predicting_layers,
     read_attention,
     read_layers,
     read_model,
+    read_rope,
     read_taps,
     read_uniform,
     rotations,
@@ -28,6 +33,8 @@ from mlc_amd.compiler.models.recurrent_config import NGRAMS, ChannelDeltaConfig,
 from mlc_amd.compiler.models.registry import architecture
 from mlc_amd.compiler.models.residuals.config import CheckpointConfig, GatedConfig, HyperConfig
 from mlc_amd.schedules.operators.experts import LIMITED, SITU
+
+LONG_BLOCKS = 128  # positions of the blocks of deepseek4 that do not overlap
 
 
 @architecture("hy_v4", ignored=("attn_output.scale",))
@@ -51,6 +58,57 @@ def hy_v4(keys: Keys) -> ModelConfig:
     block = dense_then(keys, experts)
     layers = [LayerConfig(mixer(own), block(own)) for own in each_layer(keys)]
     return read_model(keys, layers, indexed_rotations(keys, neox=False), streams=streams)
+
+
+@architecture("deepseek4", ignored=("exp_probs_b_vl.bias",))
+def deepseek4(keys: Keys) -> ModelConfig:
+    """DeepSeek V4. Attention to compressed keys, hyper connections, experts beside a shared one, in the first layers
+    by token; their activations have limits."""
+    predicting, vocab = predicting_layers(keys, known=False), vocabulary(keys)
+    ratios = keys.numbers("attention.compress_ratios")  # of layers that predict, too
+    if len(ratios) < read_layers(keys):
+        raise keys.error("attention.compress_ratios has fewer entries than the model layers; convert the model again")
+    hashed = keys.integer("hash_layer_count", 0, minimum=0)
+    sizes: dict[str, Any] = {
+        name: keys.integer(f"attention.{key}")
+        for name, key in {
+            "heads": "head_count", "head_dim": "key_length", "window": "sliding_window", "query_rank": "q_lora_rank",
+            "groups": "output_group_count", "rank": "output_lora_rank", "index_heads": "indexer.head_count",
+            "index_dim": "indexer.key_length", "used": "indexer.top_k",
+        }.items()
+    }  # fmt: skip
+    for name in ("head_dim", "index_dim"):
+        check_multiple(keys, f"columns of keys ({name})", sizes[name])
+    if sizes["heads"] % sizes["groups"]:
+        raise keys.error(f"{sizes['heads']} heads do not divide into {sizes['groups']} groups; convert the model again")
+
+    def block(own: Keys) -> ExpertsConfig:
+        limit = own.number("swiglu_clamp_exp", 0.0, minimum=0.0)
+        of_shared = own.number("swiglu_clamp_shexp", limit, minimum=0.0)
+        act, of = (f"{LIMITED}{one}" if one else "silu" for one in (limit, of_shared))
+        shared = shared_expert(
+            own.integer("expert_feed_forward_length") * own.integer("expert_shared_count", 0, minimum=0), act=of
+        )
+        table = vocab if (own.layer or 0) < hashed else 0
+        return beside_shared(own, act=act, shared=shared, gating="sqrt_softplus", table=table)
+
+    def mixer(own: Keys) -> CompressedConfig:
+        ratio = ratios[own.layer or 0]
+        if ratio not in (0, OVERLAPPING, LONG_BLOCKS):
+            raise keys.error(f"blocks of {ratio} positions are not supported; use another model")
+        return CompressedConfig(**sizes, ratio=ratio)
+
+    count, iterations = (keys.integer(f"hyper_connection.{key}") for key in ("count", "sinkhorn_iterations"))
+    streams = HyperConfig(count, keys.number("hyper_connection.epsilon", minimum=0.0), 2.0, iterations=iterations)
+    layers = predicting.of(lambda own: LayerConfig(mixer(own), block(own)))
+    rotating = keys.integer("rope.dimension_count")
+    plain = read_rope(keys, sizes["head_dim"], neox=False, scaled=False, dim=rotating)
+    base = keys.number("attention.compress_rope_freq_base")
+    far = read_rope(keys, sizes["head_dim"], neox=False, dim=rotating, base=base, log_multiplier=1.0)
+    ropes = {ROPE: plain, COMPRESSED_ROPE: far}
+    ropes |= {name + BACK: replace(rope, back=True) for name, rope in ropes.items()}
+    ropes |= {f"{BLOCK_ROPE}{ratio}": replace(far, offset=1 - ratio) for ratio in ratios if ratio}
+    return read_model(keys, layers, ropes, streams=streams, unused=predicting.unused)
 
 
 @architecture("qwen4exp", "experts", "shared", "states", ignored=tuple(f"attn_{which}.bias" for which in "qkv"))

@@ -10,6 +10,7 @@ from tvm import relax, te
 from mlc_amd.compiler.models import exchanges
 from mlc_amd.compiler.models.residuals.config import ATTENTION, CheckpointConfig, GatedConfig, HyperConfig, part_name
 from mlc_amd.compiler.ops import shape_of
+from mlc_amd.schedules.operators import Sinkhorn
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.models.graph import Graph
@@ -83,12 +84,8 @@ def _factors(g: Graph, x, s: HyperConfig, name: str) -> tuple[relax.Var, relax.V
         return pre, None, None
     post, mixing = gate(1, s.magnitude, s.post_eps), None
     if s.iterations:
-        eps = relax.const(s.eps, "float32")
-        mixing = g.bb.emit(OPS.reshape(part(2 * n, n * n, 2), (m, n, n)))
-        mixing = g.bb.emit(OPS.add(g.bb.emit(OPS.nn.softmax(mixing, -1)), eps))
-        for axis in [1, *[2, 1] * (s.iterations - 1)]:
-            total = g.bb.emit(OPS.add(g.bb.emit(OPS.sum(mixing, axis, keepdims=True)), eps))
-            mixing = g.bb.emit(OPS.divide(mixing, total))
+        op = Sinkhorn(count=n, iterations=s.iterations, eps=s.eps, m=m)
+        mixing = g.bb.emit(OPS.reshape(g.emit(op, [part(2 * n, n * n, 2)]), (m, n, n)))
     return pre, post, mixing
 
 

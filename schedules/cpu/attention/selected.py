@@ -27,7 +27,7 @@ from mlc_amd.schedules.cpu.base.vector import (
     store,
     tree_add,
 )
-from mlc_amd.schedules.operators.attention import LOG2E, SLOTS
+from mlc_amd.schedules.operators.attention import LOG2E, SLOTS, Attention
 from mlc_amd.schedules.operators.indexer import SelectedAttention, SelectKeys
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
@@ -213,7 +213,9 @@ def selected_attention(op: SelectedAttention, arch: Arch, name: str, plan: None 
                         x = isa.half(cache.V[page, kv, place, at(c * LANES)], LANES)
                         store(gathered, x, key, at(c * LANES))
                 with T.serial(heads) as r:
-                    _emit_head(op, isa, (Q, row, first + r), (keys, gathered, scores, near), (out, tops, totals), r)
+                    emit_head(
+                        op.layer, isa, (Q, row, first + r), (keys, gathered, scores, near), (out, tops, totals), r
+                    )
             with T.serial(heads) as r:
                 inverse = T.Bind(T.float32(1) / totals[r])
                 with T.serial(spec.value_d) as c:
@@ -221,7 +223,7 @@ def selected_attention(op: SelectedAttention, arch: Arch, name: str, plan: None 
     return builder.get()
 
 
-def _emit_head(op: SelectedAttention, isa, query, block, sums, r: Expr) -> None:
+def emit_head(layer: Attention, isa, query, block, sums, r: Expr) -> None:
     """A block of keys for one head: its scores and what they change of its sums."""
     (Q, row, head), (keys, gathered, scores, near), (out, tops, totals) = query, block, sums
     for i in range(0, BLOCK, LANES):
@@ -231,7 +233,7 @@ def _emit_head(op: SelectedAttention, isa, query, block, sums, r: Expr) -> None:
     with T.serial(near) as key:
         product = registers(LANES)
         store(product, f32(0.0), at(0))
-        with T.serial(op.layer.width // LANES) as c:
+        with T.serial(layer.width // LANES) as c:
             store(product, product[at(0)] + Q[row, head, at(c * LANES)] * keys[key, at(c * LANES)], at(0))
         score = T.Bind(tree_add(T.Bind(product[at(0)])))
         store(scores, score, key)
@@ -245,7 +247,7 @@ def _emit_head(op: SelectedAttention, isa, query, block, sums, r: Expr) -> None:
         store(scores, weights, at(i))
         total = total + T.Bind(tree_add(weights))
     store(totals, totals[r] * shrink + total, r)
-    with T.serial(op.layer.value_width // LANES) as c:
+    with T.serial(layer.value_width // LANES) as c:
         result = registers(LANES)
         store(result, out[r, at(c * LANES)] * splat(shrink), at(0))
         with T.serial(near) as key:

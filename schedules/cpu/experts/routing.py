@@ -10,6 +10,7 @@ from mlc_amd.schedules.cpu.base.vector import LANES, at, exp, f32, i32, local, r
 from mlc_amd.schedules.cpu.linear.quantize import BLOCK, Output
 from mlc_amd.schedules.operators import Combine, ExpertOrder, Gather, Route
 from mlc_amd.schedules.operators.experts import GATINGS, MIN_SUM, Experts
+from mlc_amd.schedules.runs import softplus
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 # Scores of experts that must not be chosen: those of other groups, which a row with NaNs may get; and those that are
@@ -65,6 +66,10 @@ def _lane(step: Expr) -> Expr:
 
 def _emit_probabilities(op: Route, L: Buffer, row: Expr, values: Buffer, isa: Isa) -> None:
     """Logits to values: probabilities, or with "softmax_used" the logits."""
+    if op.gating == "sqrt_softplus":
+        with T.serial(op.n) as e:
+            store(values, T.Select(e < op.experts, T.sqrt(softplus(L[row, e])), T.float32(LOWEST)), e)
+        return
     with T.serial(op.n // LANES) as step:
         x = T.Bind(L[row, at(step * LANES)])
         if op.gating == "sigmoid":

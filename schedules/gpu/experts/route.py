@@ -21,7 +21,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.base import device
 from mlc_amd.schedules.gpu.base.arrival import LINE, Outbox, arrive, zero_after
-from mlc_amd.schedules.gpu.base.device import barrier, exp2, fma, launch, maximum, rcp, wave_max, wave_sum
+from mlc_amd.schedules.gpu.base.device import barrier, exp2, fma, launch, maximum, rcp, rsqrt, wave_max, wave_sum
 from mlc_amd.schedules.gpu.base.norm import row_scale
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.base.profiles import Device
@@ -32,11 +32,13 @@ from mlc_amd.schedules.gpu.linear import load
 from mlc_amd.schedules.operators import NormRoute
 from mlc_amd.schedules.operators.attention import LOG2E
 from mlc_amd.schedules.operators.experts import GATINGS, MIN_SUM, Route, Routing
+from mlc_amd.schedules.runs import softplus
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 THREADS = 256  # of a workgroup, at most: of 2048 columns each thread has two loads
 STEPS = 4  # whose loads are issued before the first is used
 LOWEST = -3.0e38  # below all scores
+LEAST = 1e-30  # softplus of a logit whose root is taken
 LAST = -(1 << 31)  # the key of what cannot be chosen: below those of all scores
 NONE = 1 << 30  # above all experts' numbers
 
@@ -115,7 +117,8 @@ class Held:
     def load(self, logit: Callable[[Expr], Expr]) -> None:
         """logit(expert): of the row. Called by all waves of a workgroup or, unless `grouped`, by one."""
         logits = [self._or(i, logit(self._index(i)), T.float32(LOWEST)) for i in range(self.steps)]
-        values = {"softmax": self._softmax, "sigmoid": self._sigmoid, "softmax_used": list}[self.routing.gating](logits)
+        made = {"softmax": self._softmax, "sigmoid": self._sigmoid, "sqrt_softplus": _sqrt_softplus}
+        values = made.get(self.routing.gating, list)(logits)
         for i, value in enumerate(values):
             put(self.p, value, i)
             put(self.scores, value if self.biases is None else value + self.biases[i], i)
@@ -188,6 +191,11 @@ class Held:
             with T.If(here), T.Then():
                 put(Ids, self.numbers[i], row, place)
                 put(Weights, weight if self.factors is None else weight * self.factors[i], row, place)
+
+
+def _sqrt_softplus(logits: list[Expr]) -> list[Expr]:
+    values = [softplus(x) for x in logits]
+    return [T.Bind(x * rsqrt(maximum(x, T.float32(LEAST)))) for x in values]
 
 
 def _key(score: Expr) -> Expr:

@@ -301,10 +301,10 @@ def test_steps_cross_between_hip_devices(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["glm-dsa", "hy_v4", "kimi-k3", "qwen4exp", "talkie"])
+@pytest.mark.parametrize("name", ["deepseek4", "glm-dsa", "hy_v4", "kimi-k3", "qwen4exp", "talkie"])
 def test_what_later_layers_read_crosses(compiled_for, name):
     """The keys that a layer chose for others (glm-dsa), the rows before the first layer (talkie), several streams
-    (hy_v4, qwen4exp), what the stream was before (kimi-k3)."""
+    (deepseek4, hy_v4, qwen4exp), what the stream was before (kimi-k3)."""
     path, ids = compiled_for("vulkan", "lavapipe", (name,), 128, few=True), PROMPTS[1]
     with Engine.load(path) as one, Engine.load(path, RunOptions(devices=(0, 0), kv_tokens=1024)) as two:
         assert len(two.device.stages) == 2

@@ -4,6 +4,7 @@ are those of one device but for the order of sums."""
 import threading
 import time
 
+import architectures
 import numpy as np
 import pytest
 import vulkan_harness
@@ -61,6 +62,25 @@ def test_logits_are_those_of_one_device(one, two):
         engine.reset()
         found.append([prefilled, *decoded, engine.score(ids).copy()])
     assert all(divergence(a, b) < MOST for a, b in zip(*found, strict=True))
+
+
+# Whose operators or streams others do not have
+OWN_PARTS = (
+    "bloom", "deepseek32", "deepseek4", "glm-dsa", "hy_v4", "kimi-k3", "mamba", "minimax-m3", "qwen4exp", "step35",
+)  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", OWN_PARTS)
+def test_parts_of_other_layers(tmp_path, name):
+    options = CompileOptions(target="vulkan", arch="lavapipe", ctx=128, split="tensor", gpus=2, tuned="none")
+    with few_functions(FUNCTIONS):
+        compile_model(architectures.tiny(name), tmp_path / "model", options)
+    exact = architectures.exact()
+    with Engine.load(tmp_path / "model", TWO) as engine:
+        assert divergence(exact[name], engine.score(exact["ids"])[exact["positions"]]) < MOST
+        engine.reset()
+        assert np.isfinite(engine.prefill(exact["ids"][:40])).all() and np.isfinite(engine.decode(7)).all()
 
 
 def test_halves_of_a_chunk_are_computed_side_by_side(two, monkeypatch):

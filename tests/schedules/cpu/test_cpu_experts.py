@@ -34,6 +34,7 @@ ROUTERS = {
     "softmax_used": ("softmax_used", {}, 32, 4),
     "sigmoid-bias": ("sigmoid", {"bias": True, "normalize": True}, 20, 3),
     "sigmoid-groups": ("sigmoid", {"bias": True, "normalize": True, "groups": 8, "groups_used": 3}, 512, 18),
+    "sqrt_softplus": ("sqrt_softplus", {"bias": True, "normalize": True}, 20, 3),
     "factors": ("softmax", {"factors": True, "normalize": True}, 16, 16),
     "groups-of-one": ("softmax", {"groups": 4, "groups_used": 2}, 4, 2),
 }

@@ -18,6 +18,7 @@ ROUTINGS = {
     "softmax": {"gating": "softmax", "normalize": True},
     "sigmoid": {"gating": "sigmoid", "normalize": True, "scale": 2.5, "bias": True, "groups": 4, "groups_used": 2},
     "softmax_used": {"gating": "softmax_used", "factors": True},
+    "sqrt_softplus": {"gating": "sqrt_softplus", "normalize": True, "bias": True},
     "plain": {"gating": "sigmoid"},
 }
 

@@ -1,0 +1,103 @@
+"""What a layer with attention to compressed keys is: its formula, its tensors, its states."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mlc_amd.schedules.operators import CompressedAttention, SelectKeys
+from mlc_amd.schedules.operators.attention import PAGE, Attention
+
+Shape = tuple[int, ...]
+OVERLAPPING = 4  # the ratio whose blocks overlap, and have an indexer
+SIZE = 16  # numbers of a column's state, of which one counts: kernels take no fewer
+STEP = 32  # columns of a head of such states
+
+
+@dataclass(frozen=True)
+class CompressedConfig:
+    """Attention to the last `window` keys, and to those that stand for blocks of `ratio` positions (DeepSeek V4).
+
+        k = rope(norm(attn_kv h)), a head's key and value, which all heads share
+        q = rope(norm(attn_q_b norm(attn_q_a h))), of each head, whose norm has no weights
+        attn_output_b attn_output_a (rope back(attention)), attn_output_a with a matrix for each of `groups` of heads
+
+    A block's key is rope(norm(sum of w_i * (attn_compressor_kv h)_i)), with its first position's angles, over its
+    positions i, w_i, of each column, softmax over i of (attn_compressor_gate h)_i + ape_i, a row of a table by i's
+    place in the block. Blocks of OVERLAPPING positions have twice the columns: the first half's are those of the block
+    before, and count in the same softmax. There an indexer has keys of its own, which are made alike
+    (indexer_compressor); a row sees the `used` blocks with the largest sum over index heads of w * max(q . k, 0),
+    q = rope(indexer.attn_q_b norm(attn_q_a h)), w = indexer.proj h / sqrt(index heads * columns), if there are more.
+    A row sees the blocks that end at or before it. The last columns rotate.
+    """
+
+    heads: int
+    head_dim: int
+    window: int
+    query_rank: int
+    groups: int  # of heads
+    rank: int  # columns of a group between attn_output_a and attn_output_b
+    ratio: int  # 0: there are no blocks
+    index_heads: int = 0
+    index_dim: int = 0
+    used: int = 0
+
+    @property
+    def overlapping(self) -> bool:
+        return self.ratio == OVERLAPPING
+
+    def columns(self, dim: int) -> int:
+        """Of the compressor of keys with `dim` columns."""
+        return dim * (2 if self.overlapping else 1)
+
+    def sums(self, dim: int) -> int:
+        """Columns of its running sums: of blocks with even numbers, of odd ones, and of all."""
+        return 2 * dim * (3 if self.overlapping else 1)
+
+    def compressors(self) -> Iterator[tuple[str, int]]:
+        """(what its tensors' names begin with, columns of its keys)."""
+        if self.ratio:
+            yield "attn_compressor", self.head_dim
+        if self.overlapping:
+            yield "indexer_compressor", self.index_dim
+
+    def states(self, hidden: int) -> dict[str, Shape]:
+        return {name: (self.sums(dim) // STEP, STEP * SIZE) for name, dim in self.compressors()}
+
+    def width(self, hidden: int) -> int:
+        return 3 * self.heads * self.head_dim + sum(4 * self.sums(dim) for _, dim in self.compressors())
+
+    def tensors(self, hidden: int) -> Iterator[tuple[bool, str, Shape]]:
+        """(True, name within the layer, shape)."""
+        dim, rows = self.head_dim, self.heads * self.head_dim
+        yield True, "attn_q_a.weight", (self.query_rank, hidden)
+        yield True, "attn_q_a_norm.weight", (self.query_rank,)
+        yield True, "attn_q_b.weight", (rows, self.query_rank)
+        yield True, "attn_kv.weight", (dim, hidden)
+        yield True, "attn_kv_a_norm.weight", (dim,)
+        yield True, "attn_sinks.weight", (self.heads,)
+        yield True, "attn_output_a.weight", (self.groups, self.rank, rows // self.groups)
+        yield True, "attn_output_b.weight", (hidden, self.groups * self.rank)
+        for name, size in self.compressors():
+            for which in ("kv", "gate"):
+                yield True, f"{name}_{which}.weight", (self.columns(size), hidden)
+            yield True, f"{name}_ape.weight", (self.ratio, self.columns(size))
+            yield True, f"{name}_norm.weight", (size,)
+        if self.overlapping:
+            yield True, "indexer.proj.weight", (self.index_heads, hidden)
+            yield True, "indexer.attn_q_b.weight", (self.index_heads * self.index_dim, self.query_rank)
+
+    def chooses(self, ctx: int) -> bool:
+        """Whether rows see some blocks only, in sequences of up to ctx tokens."""
+        return self.overlapping and ctx // self.ratio > self.used
+
+    def operator(self, ctx: int, m: int) -> CompressedAttention:
+        layer = Attention(self.heads, 1, self.head_dim, ctx, window=self.window, sinks=True, values=self.head_dim)
+        return CompressedAttention(layer=layer, ratio=self.ratio, used=self.used if self.chooses(ctx) else 0, m=m)
+
+    def chooser(self, ctx: int, m: int) -> SelectKeys:
+        """What chooses blocks, as positions at which they end. One more head and column keep other positions away."""
+        return SelectKeys(heads=self.index_heads + 1, d=self.index_dim + SIZE, used=self.used, ctx=ctx, m=m)
+
+    def caches(self, ctx: int) -> dict[str, Shape]:
+        """The shapes of what it keeps of positions, float16, by the beginnings of their names."""
+        found = self.operator(ctx, 1).caches
+        return found | ({"ik": (ctx // PAGE, PAGE, self.index_dim + SIZE)} if self.chooses(ctx) else {})
