@@ -219,7 +219,8 @@ class Products:
                 emit(weights, token_tile, range(token, token + 1), list(range(0, ROWS, lanes)), epilogue)
             return
         if not isinstance(tokens, int):
-            self._emit_int8_loop(weights, token_tile, tokens, epilogue)
+            size = largest_divisor(interleave_of(weights.fmt, plan), self.acts.p)
+            self._emit_int8_loop(weights, token_tile, tokens, size, epilogue)
             return
         count = plan.tokens or UNROLLED if whole else float_tokens(plan)
         with T.serial(ROWS // lanes) as register:
@@ -227,11 +228,10 @@ class Products:
             for first in range(0, tokens, count):
                 emit(weights, token_tile, range(first, min(first + count, tokens)), [row], epilogue)
 
-    def _emit_int8_loop(self, weights: Tile, token_tile: Expr, tokens: Expr, epilogue: Epilogue) -> None:
+    def _emit_int8_loop(self, weights: Tile, token_tile: Expr, tokens: Expr, size: int, epilogue: Epilogue) -> None:
         """With the sums in memory: where registers are too few for a tile's, this is as fast, and little code. A step
-        takes plan.interleave tokens, the last one maybe some that do not count, by all registers of rows."""
-        lanes, size = self.isa.lanes, largest_divisor(interleave_of(weights.fmt, self.plan), self.acts.p)
-        rows = range(0, ROWS, lanes)
+        takes `size` tokens, the last one maybe some that do not count, by all registers of rows."""
+        lanes, rows = self.isa.lanes, range(0, ROWS, self.isa.lanes)
         sums, each = _StackSums(self.acts.p * len(rows), lanes), size * len(rows)
         steps = T.Bind((tokens + (size - 1)) // size)
         with T.serial(steps * each) as i:

@@ -17,7 +17,7 @@ from mlc_amd.schedules.gpu.base.registers import at
 from mlc_amd.schedules.gpu.base.step import is_live
 from mlc_amd.schedules.gpu.latent.attention_latent_decode import LatentDecodePlan, plan_of
 from mlc_amd.schedules.gpu.latent.attention_latent_tiles import part_size
-from mlc_amd.schedules.gpu.latent.attention_latent_wave import WAVES, Join, Wave, attend, chunks_of, place_in_tile
+from mlc_amd.schedules.gpu.latent.attention_latent_wave import WAVES, Wave, attend, chunks_of, join, place_in_tile
 from mlc_amd.schedules.operators.attention import PAGE
 from mlc_amd.schedules.operators.indexer import SelectedAttention
 from mlc_amd.schedules.tir import Buffer, Expr
@@ -108,5 +108,5 @@ def emit(op: SelectedAttention, step: Step, Ids: Buffer, arch: Profile, plan: La
         part, own = T.Bind(head // plan.rows), T.Bind(row * heads + head)
         within = place_in_tile(own, T.Bind(row * heads + part * plan.rows), m * heads, arch.fragment[0])
         with nullcontext() if m == 1 else T.serial(T.cast(is_live(step.state, row), "int32")):
-            join = Join(step, arch, plan, Parts, splits, active, lambda split: place_of(row, split, part), within)
-            join.emit(chunk, lane, wave, lambda: (row, head))
+            found = Parts, splits, active, lambda split: place_of(row, split, part)
+            join(step, arch, plan, found, within, (chunk, lane, wave), lambda: (row, head))
