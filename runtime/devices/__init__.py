@@ -4,6 +4,7 @@ Device(artifact, threads) -> checks that this machine can run the artifact, maps
                              and arena
 .kv_types                    shapes and types of the cache's tensors, with the pages that they have
 .write(name, values)         fills the first part of an io buffer ("state", "tokens" ..)
+.fill(name, rows, put)       the same of so many rows, which `put(array)` writes: where the device takes them, if it can
 .run(function, meanwhile)    runs one function of the plan and waits; GPUs run long steps in pieces (pieces.py).
                              meanwhile: optional: is called once and writes LATE io buffers (io_names.py); a GPU
                              computes what does not read these at the same time. Its errors are raised when it is idle

@@ -214,6 +214,9 @@ class CpuDevice:
     def write(self, name: str, values) -> None:
         self.io[name][: len(values)] = values
 
+    def fill(self, name: str, rows: int, put: Callable[[np.ndarray], None]) -> None:
+        put(self.io[name][:rows])
+
     def run(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
         if meanwhile:  # not concurrently: its threads would compete with those of the kernels
             meanwhile()

@@ -52,6 +52,16 @@ class SeveralGpus(ABC):
     def _connect(self, devices: Sequence[Any]) -> None:
         """Gives the devices what they exchange data through."""
 
+    @abstractmethod
+    def write(self, name: str, values) -> None:
+        """See the protocol."""
+
+    def fill(self, name: str, rows: int, put: Callable[[np.ndarray], None]) -> None:
+        entry = self.manifest["io"][name]
+        values = np.zeros((rows, *entry["shape"][1:]), entry["dtype"])
+        put(values)
+        self.write(name, values)
+
     def clear(self) -> None:
         self._alive()
         for device in self.stages:

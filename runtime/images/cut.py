@@ -42,9 +42,12 @@ class Parameters:
 
     def normalized(self, picture: Image) -> np.ndarray:
         """float32 [3, height, width]."""
-        values = np.asarray(picture, np.float32) / np.float32(255)
-        values = (values - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
-        return np.ascontiguousarray(values.transpose(2, 0, 1))
+        values = np.ascontiguousarray(np.asarray(picture).transpose(2, 0, 1), np.float32)
+        mean, std = (np.array(each, np.float32)[:, None, None] for each in (self.mean, self.std))
+        values /= np.float32(255)
+        values -= mean
+        values /= std
+        return values
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
 """Encodes images on the device of an artifact: pixels in, the rows of features that take the place of tokens out.
 
 Several images share a run, packed one after the other into the smallest function that holds them (layout.py). What
-depends on an image's shape only is kept for the next one of that shape. Several threads put a run's patches into place
-while the device computes the run before, and copy features while it reads further ones.
+depends on an image's shape only is kept for the next one of that shape. Several threads put a run's patches where the
+device takes them, and copy features while it reads further ones.
 """
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -20,8 +20,8 @@ from mlc_amd.runtime.images.prepared import PreparedImage
 
 _AT_ONCE = 4096  # patches of a run of images that are not small: with more of them activations fill no cache any more
 _THREADS = ThreadPoolExecutor(8, "images")  # memory that is written first is slow for a single thread
-_PATCHES = 128  # of which a thread puts the pixels into place
-_READ, _PART = 8 << 20, 1 << 20  # bytes of features that the device copies at a time, and that a thread copies
+_PATCHES = 1024  # of which a thread puts the pixels into place: to start it takes as long as a few hundred
+_PART = 2 << 20  # bytes of features that a thread copies
 _SHAPES = 16  # of which what is computed is kept: tiles of one picture have few
 _TABLE, _CLASS, _BREAK, _BIAS = "v.position_embd.weight", "v.class_embd", "v.token_embd.img_break", "v.patch_embd.bias"
 
@@ -43,10 +43,8 @@ class ImageEncoder:
             name: np.array(weights[name]) for name in (_TABLE, _CLASS, _BREAK, _BIAS) if name in weights.header
         }
         self._of = lru_cache(_SHAPES)(self._shape)
-        self._pixels = np.zeros((self.most, vision["io"]["patches"]), np.float32)
         # of whose places the device has the inputs: the function's patches, and those of each image
         self._written: tuple[int, list[tuple[int, int]]] | None = None
-        self._putting: list[Future] = []  # of `_put`
         self._writing: list[Future] = []  # of `_memory`
         entry = artifact.manifest["io"][ENCODED]
         self._columns, self._type = entry["shape"][1], np.dtype(entry["dtype"])
@@ -127,13 +125,8 @@ class ImageEncoder:
 
     def _runs(self, groups: Iterable[Sequence[PreparedImage]]) -> Iterator[list[np.ndarray]]:
         """The features of each group's images."""
-        runs = [self._packed(group) for group in groups]
-        if runs:
-            self._put(runs[0])
-        for run, following in zip(runs, [*runs[1:], None], strict=True):
+        for run in [self._packed(group) for group in groups]:
             self._write(run)
-            if following:
-                self._put(following)
             found = self._memory(run)
             self._device.run(run.function)
             yield self._features(run, found)
@@ -144,23 +137,20 @@ class ImageEncoder:
         size, name = next(one for one in self._functions if one[0] >= starts[-1])
         return _Run(images, shapes, starts, size, name)
 
-    def _put(self, run: "_Run") -> None:
-        """Begins to put the pixels of a run's patches into place."""
-        _wait(self._putting)  # of a run that nobody wanted any more
-        columns, self._putting = 3 * self.vision["patch"] ** 2, []
+    def _put(self, run: "_Run", patches: np.ndarray) -> None:
+        """The pixels of a run's patches, float32 [patches, columns], of which the first are used."""
+        parts = []
         for image, shape, start in run.each():
             for first in range(0, shape.of.rows, _PATCHES):
                 some = slice(first, min(first + _PATCHES, shape.of.rows))
-                own = self._pixels[start + some.start : start + some.stop, :columns]
-                self._putting.append(
-                    _THREADS.submit(put_patches, image.pixels, shape.lines[some], shape.of.y[some], own)
-                )
+                own = patches[start + some.start : start + some.stop, : 3 * self.vision["patch"] ** 2]
+                parts.append((image.pixels, shape.lines[some], shape.of.y[some], own))
+        _share(put_patches, parts)
 
     def _write(self, run: "_Run") -> None:
-        """The device's inputs, after `_put`."""
-        _wait(self._putting)
+        """The device's inputs."""
         total, write = run.starts[-1], self._device.write
-        write("patches", self._pixels[:total])
+        self._device.fill("patches", total, partial(self._put, run))
         write("state", (0, total, 0, 0))
         groups = total // (4 if self.vision["nested"] else self._each)
         write("answers", (groups, groups, 0, 0))
@@ -175,24 +165,16 @@ class ImageEncoder:
         """For the features of each image, written once by threads: the system hands it out then, while the device
         computes, and not while the features are copied."""
         found = [np.empty((shape.of.rows // self._each, self._columns), self._type) for shape in run.shapes]
-        parts = [np.array_split(rows, max(1, rows.nbytes // _PART)) for rows in found]
-        self._writing = [_THREADS.submit(part.fill, 0.0) for part in chain(*parts)]
+        self._writing = [_THREADS.submit(part.fill, 0.0) for rows in found for part in _parts(rows)]
         return found
 
     def _features(self, run: "_Run", found: list[np.ndarray]) -> list[np.ndarray]:
         """Those of each image, once the run is done, in `_memory`."""
-        each, columns, groups = self._each, self._columns, run.starts[-1] // self._each
-        at_once, part = (max(1, size // (self._type.itemsize * columns)) for size in (_READ, _PART))
+        rows, parts = self._device.read(ENCODED, run.starts[-1] // self._each), []
+        for target, start in zip(found, run.starts, strict=False):
+            parts += zip(_parts(target), _parts(rows[start // self._each :][: len(target)]), strict=True)
         _wait(self._writing)
-        copies = []
-        for first in range(0, groups, at_once):
-            rows = self._device.read(ENCODED, min(groups, first + at_once), first)
-            for target, start in zip(found, run.starts, strict=False):
-                begin, end = max(first, start // each), min(first + len(rows), start // each + len(target))
-                for at in range(begin, end, part):
-                    own = target[at - start // each :][: min(part, end - at)]
-                    copies.append(_THREADS.submit(np.copyto, own, rows[at - first :][: len(own)]))
-        _wait(copies)
+        _share(np.copyto, parts)
         return [self._finished(rows, *of) for rows, of in zip(found, run.each(), strict=True)]
 
     def _places(self, run: "_Run") -> dict[str, np.ndarray]:
@@ -226,6 +208,18 @@ class ImageEncoder:
         if len(found) != image.rows:
             raise UserError(f"an image became {len(found)} rows, and {image.rows} were planned for it")
         return found
+
+
+def _parts(rows: np.ndarray) -> list[np.ndarray]:
+    return np.array_split(rows, max(1, rows.nbytes // _PART))
+
+
+def _share(call: Callable[..., object], parts: Sequence[Sequence[Any]]) -> None:
+    """Calls it with the arguments of each part: this thread for the first, others for the rest."""
+    others = [_THREADS.submit(call, *part) for part in parts[1:]]
+    for part in parts[:1]:
+        call(*part)
+    _wait(others)
 
 
 def _wait(work: Sequence[Future]) -> None:

@@ -73,8 +73,12 @@ def put_patches(pixels: np.ndarray, lines: np.ndarray, y: np.ndarray, found: np.
     """Rows of an image float32 [3, height, width] into float32 [rows, 3 * size * size], by color, row and column; 0
     where a row is no patch. lines, y: of these rows, of `patch_lines` and their layout."""
     line = np.dtype((np.void, found.itemsize * found.shape[1] // lines.shape[1]))
-    np.take(pixels.reshape(-1).view(line), lines, out=found.view(line), mode="clip")
-    found[y < 0] = 0
+    # not at once to rows with further columns: numpy would read them first, and a GPU's memory is slow to read
+    rows = found if found.flags.c_contiguous else np.empty(found.shape, found.dtype)
+    np.take(pixels.reshape(-1).view(line), lines, out=rows.view(line), mode="clip")
+    rows[y < 0] = 0
+    if rows is not found:
+        found[...] = rows
 
 
 def neighbours(of: Layout) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -204,6 +204,9 @@ class HipDevice(QueuedDevice):
     def write(self, name: str, values) -> None:
         self.memory.write(name, values)
         self.pacer.write(name, values)
+
+    def fill(self, name: str, rows: int, put: Callable[[np.ndarray], None]) -> None:
+        self.memory.fill(name, rows, put)
 
     @contextmanager
     def _usable(self, doing: str) -> Iterator[None]:

@@ -7,7 +7,7 @@ done.
 
 import ctypes
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import cycle
@@ -208,8 +208,15 @@ class HipMemory:
     def write(self, name: str, values) -> None:
         """Fills the first part of an io buffer."""
         self.host[name][: len(values)] = values
+        self._wrote(name, len(values))
+
+    def fill(self, name: str, rows: int, put: Callable[[np.ndarray], None]) -> None:
+        put(self.host[name][:rows])
+        self._wrote(name, rows)
+
+    def _wrote(self, name: str, rows: int) -> None:
         if is_kept(name):
-            self._stale[name] = max(self._stale.get(name, 0), len(values))
+            self._stale[name] = max(self._stale.get(name, 0), rows)
 
     def send_inputs(self, through: int | None = None) -> None:
         """Enqueues the copy of the host's io inputs to the GPU: of tables the changed rows. through: pinned memory of

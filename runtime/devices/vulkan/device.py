@@ -6,7 +6,7 @@ memory get the weights there, once; others may leave experts there (n_cpu_moe).
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -268,6 +268,10 @@ class VulkanDevice(QueuedDevice):
         self._alive()
         self.io.write(name, values)
         self.pacer.write(name, values)
+
+    def fill(self, name: str, rows: int, put: Callable[[np.ndarray], None]) -> None:
+        self._alive()
+        self.io.fill(name, rows, put)
 
     def connect(self, before: Handover | None, after: Handover | None) -> None:
         with self._usable("loading the model"):

@@ -2,15 +2,16 @@
 
 In: a manifest's `io`. Out: `Io`. Kernels read what describes a step in the memory that the host writes, unless that is
 across the bus: then each run of a function copies it first, but what is kept for many steps only when it changed. Each
-run copies small results to memory that the host reads fast; of large ones, `read` copies the requested rows.
+run copies small results and features to memory that the host reads fast; of other ones, `read` copies the requested
+rows.
 """
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.io_names import CHOSEN, LATE, PATCHES, RESULTS, is_kept, results_of
+from mlc_amd.runtime.artifact.io_names import CHOSEN, ENCODED, LATE, PATCHES, RESULTS, is_kept, results_of
 from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.devices.run_queue import SLOTS
 from mlc_amd.runtime.devices.vulkan import api
@@ -18,7 +19,8 @@ from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.memory import MemoryBlock, VulkanMemory
 
-RECORDED = 2 << 20  # bytes of an output, at most, that every run of a function copies to the host
+# bytes of an output, at most, that every run of a function copies to the host; ENCODED, which callers want, of any size
+RECORDED = 2 << 20
 
 
 class _Inputs:
@@ -168,7 +170,7 @@ class Io:
         if key not in self._copied:
             made = results_of(function)
             found = {name: self.byte_count(name, function) for name in target.at if name in made}
-            small = {name: size for name, size in found.items() if size <= RECORDED}
+            small = {name: size for name, size in found.items() if size <= RECORDED or name == ENCODED}
             self._copied[key] = {name: size // self._row_bytes(name, 1) for name, size in small.items()}
         return self._copied[key]
 
@@ -176,13 +178,20 @@ class Io:
 
     def write(self, name: str, values) -> None:
         self._host[name][: len(values)] = values
+        self._wrote(name, len(values))
+
+    def fill(self, name: str, rows: int, put: Callable[[np.ndarray], None]) -> None:
+        put(self._host[name][:rows])
+        self._wrote(name, rows)
+
+    def _wrote(self, name: str, rows: int) -> None:
         if name not in self._table_sizes:
             for inputs in self._inputs.values():
                 inputs.stale = True
         else:
             for inputs in (one for one in self._inputs.values() if name in one.table_places and name not in PATCHES):
-                inputs.dirty[name] = max(inputs.dirty.get(name, 0), len(values))
-            self._stale[name] = max(self._stale.get(name, 1), len(values))
+                inputs.dirty[name] = max(inputs.dirty.get(name, 0), rows)
+            self._stale[name] = max(self._stale.get(name, 1), rows)
 
     def before(self, slot: int | None = None) -> list[ctypes.Structure]:
         """Puts what the host has written into memory of a run, which is not in progress. Returns what is to be
