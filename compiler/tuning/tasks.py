@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from mlc_amd.compiler.lowering import lower
 from mlc_amd.compiler.work import work
+from mlc_amd.runtime.artifact.manifest import is_encoder
 from mlc_amd.schedules.operators import Operator
 
 CHUNK = 512  # tokens that a prefill function's calls are counted for
@@ -22,8 +23,9 @@ class Task:
     """One kernel to tune.
 
     name     as in the artifact
-    calls    by function: calls per step (decode, step_*), or per 512 tokens (prefill_*)
-    weight   calls for a prompt of 512 tokens and 128 tokens of answers with each function that makes them
+    calls    by function: calls per step (decode, step_*), per 512 tokens (prefill_*), or per run (image_*)
+    weight   calls for a prompt of 512 tokens and 128 tokens of answers with each function that makes them, and for a
+             run of each that encodes images
     bytes    that a call moves at least; flops: its multiplications and additions
     """
 
@@ -53,6 +55,8 @@ def extract(model, backend, ctx: int | None = None) -> list[Task]:
             elif function.startswith("prefill"):
                 calls[function] = count * CHUNK / sizes[function]
                 weight += calls[function] if sizes[function] == longest else count
+            elif is_encoder(function):
+                calls[function], weight = count, weight + count
         if not calls:  # of a function that only --verify uses
             continue
         if old := tasks.get(workload):

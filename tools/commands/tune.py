@@ -51,6 +51,7 @@ def run(
     tracker: Tracker = None,
     key: Key = None,
     device: Annotated[str | None, option_of(RunOptions, "device")] = None,
+    mmproj: str | None = None,
     seed: Annotated[int, option_of(SamplingChanges, "seed")] = 1,
     list: bool = False,
     report: bool = False,
@@ -82,6 +83,7 @@ def run(
         output: for --report: the plot's file, .svg, .png or .pdf; needs matplotlib.
         export_kit: write a kit into this folder instead of measuring here.
         import_kit: take a kit's measurements.
+        mmproj: the GGUF file of the model's image encoder, whose kernels are tuned, too.
         plans: a file of plans to measure first, a line each: {"op", "args", "plan"}, as files of shipped records have.
         ship: then write what is worth it as records for others: into DIR/ARCH.json, where DIR is dist/tuned of a
             checkout; records there that are no longer of use are removed.
@@ -110,7 +112,7 @@ def run(
         if ship:
             _ship(subject, Path(ship).expanduser())
         return
-    subject = Subject.of(model, synthetic, options, device)
+    subject = Subject.of(model, synthetic, options, device, mmproj)
     subject.first = _plans(Path(plans).expanduser()) if plans else {}
     if kit:
         from mlc_amd.compiler.tuning.kit import check_folder
@@ -166,13 +168,20 @@ class Subject:
     first: dict[str, list[dict]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: str | None, synthetic: str | None, options: TargetOptions, device: str | None) -> "Subject":
-        """UserError for what is not known, or more than one arch."""
+    def of(
+        cls,
+        model: str | None,
+        synthetic: str | None,
+        options: TargetOptions,
+        device: str | None,
+        encoder: str | None = None,
+    ) -> "Subject":
+        """encoder: the file of the model's image encoder. UserError for what is not known, or more than one arch."""
         path = models.source_path(model, synthetic)
         if path and models.is_artifact(path):
             raise UserError(f"{path} is a folder: give the GGUF file that it was made from")
         kind, arch = targets.resolve(options.target, options.arch, device)
-        with models.open_source(path, synthetic) as source:
+        with models.open_source(path, synthetic, encoder) as source:
             from mlc_amd.compiler.codegen.target import make_target
             from mlc_amd.compiler.tuning.tasks import extract
 

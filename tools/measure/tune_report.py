@@ -4,6 +4,7 @@ from pathlib import Path
 
 from mlc_amd.compiler.tuning.summary import TaskRow, gain, progress
 from mlc_amd.runtime import extras
+from mlc_amd.runtime.artifact.manifest import IMAGE
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools.terminal import display
 
@@ -16,12 +17,13 @@ def listing(shape: str, found: list[TaskRow]) -> str:
     header = ("kernel", "per step", "per 512 tokens", "share", "default us", "best us", "plans", "measured")
     cells = []
     for row in found:
-        calls = (_calls(row, "decode", "step_"), _calls(row, "prefill_"))
+        calls = (_calls(row, "decode", "step_", IMAGE), _calls(row, "prefill_"))
         counts = row.plans if row.plans > 1 else "-", len(row.history) or ""
         cells.append((row.task.name, *calls, f"{row.share:.1%}", _us(row.default), _us(row.best), *counts))
     legend = (
-        "per step: calls (sequences of the step, if several); per 512 tokens: calls (tokens of the function that makes "
-        "them). share: of a prompt of 512 tokens, and 128 tokens of answers of one and of several sequences"
+        "per step: calls (sequences of the step, if several, or patches of images); per 512 tokens: calls (tokens of "
+        "the function that makes them). share: of a prompt of 512 tokens, and 128 tokens of answers of one and of "
+        "several sequences"
     )
     return f"{shape}\n{display.table(header, cells, (1, 3, 4, 5, 6, 7))}{legend}"
 

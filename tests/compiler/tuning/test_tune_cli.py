@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import vision_models
 from formula import Bench
 
 from mlc_amd.compiler.tuning import build, summary
@@ -145,6 +146,14 @@ def test_the_list_tells_calls_and_shares(command):
     )
     gate_up = next(line for line in lines if "gate_up" in line and "_m1 " in line)
     assert gate_up.split()[1] == "2"  # layers
+
+
+def test_kernels_of_an_image_encoder(command, tmp_path):
+    vision_models.write_pair(tmp_path / "files")
+    files = [tmp_path / "files" / name for name in ("model.gguf", "mmproj.gguf")]
+    out, _ = command(files[0], "--mmproj", files[1], "--target", "vulkan", "--arch", "rdna3", "--ctx", "64", "--list")
+    attention = next(line for line in out.splitlines() if line.startswith("packed_attention"))
+    assert attention.split()[1] == str(vision_models.LAYERS)
 
 
 def test_a_run_goes_on_and_compile_uses_it(command, cache, capsys, monkeypatch, tmp_path):
