@@ -43,7 +43,8 @@ class DraftModel:
         self._cache = KvCache(pages_of(device, manifest), manifest["context"], images=manifest.get("images"))
         self._runner = Runner(artifact, device, self._cache)
         self._sequences: OrderedDict[Request, Sequence] = OrderedDict()  # the least recently used first
-        self._known: dict[Request, int] = {}  # first tokens of the sequence that are certain
+        # first tokens of a request, and how many of the sequence these are, which are certain
+        self._known: dict[Request, tuple[int, int]] = {}
 
     def draft(self, wanted: Mapping[Request, tuple[TokenChoice, int]]) -> Mapping[Request, list[int]]:
         for request, (choice, _) in wanted.items():
@@ -70,16 +71,18 @@ class DraftModel:
         return found
 
     def _follow(self, request: Request, tokens: SequenceOf[int]) -> None:
-        """Sets the tokens of the request's sequence; a common prefix stays computed."""
+        """Sets the tokens of the request's sequence, without rows of images, of which this model has no features; a
+        common prefix stays computed."""
         sequence = self._sequences.setdefault(request, self._cache.sequence())
         self._sequences.move_to_end(request)
-        equal, own = self._known.get(request, 0), sequence.tokens
-        while equal < min(len(own), len(tokens)) and own[equal] == tokens[equal]:
+        (given, known), own, equal = self._known.get(request, (0, 0)), sequence.tokens, 0
+        texts = [token for token in tokens[given:] if token >= 0]
+        while equal < min(len(own) - known, len(texts)) and own[known + equal] == texts[equal]:
             equal += 1
-        sequence.truncate(min(equal, len(own)))
-        sequence.append(tokens[equal:])
+        sequence.truncate(min(known + equal, len(own)))
+        sequence.append(texts[equal:])
         sequence.match()
-        self._known[request] = len(tokens)
+        self._known[request] = len(tokens), known + len(texts)
         while sequence.pending > _FEW:
             count = min(sequence.pending - 1, self._runner.functions.chunk_rows, sequence.room)
             if count < 1 or not sequence.reserve(count):

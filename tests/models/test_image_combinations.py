@@ -1,4 +1,4 @@
-"""Images with what else an engine may do at once: guesses of its own draft, constraints, several GPUs. Answers are
+"""Images with what else an engine may do at once: guesses, constraints, quantized caches, several GPUs. Answers are
 those without. An image of one row whose features are a token's embedding is that token, as in `test_image_rows.py`."""
 
 from collections.abc import Callable
@@ -13,19 +13,22 @@ from few_functions import few_functions
 from residues import Residues
 from samples import sample
 
-from mlc_amd.compiler.gguf import GGUFModel
+from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.gguf.mmproj import VisionFile
 from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.images.features import Features
 from mlc_amd.runtime.images.prepared import PreparedImage
 from mlc_amd.runtime.images.rows import Prompt
 from mlc_amd.runtime.options import CompileOptions, RunOptions
+from mlc_amd.runtime.speculation.draft_model import LOOKUP, open_drafter
 from tests.models.test_drafts import with_draft
 from tests.models.test_image_rows import IDS, Encoder
-from tests.runtime.engine.test_speculation import guess_always
+from tests.runtime.engine.test_speculation import Eager, guess_always
 
 MODELS: dict[str, Callable] = {
+    **dict.fromkeys(("q8_0", "q4_0"), lambda folder: synthetic("tiny-qwen2:f32")),  # types of the cache
     "qwen35": lambda folder: further_architectures.predicting("qwen35"),
     "glm4moe": lambda folder: further_architectures.predicting("glm4moe"),
     "eagle3": lambda folder: with_draft(drafts.target("eagle3"), "eagle3", folder),
@@ -44,7 +47,8 @@ def opened(tmp_path_factory):
             build, folder = MODELS[name], tmp_path_factory.mktemp(name)
             model = build(folder)
             model.features = model.config.hidden
-            options = CompileOptions(target="cpu", ctx=256, tuned="none")
+            kv_type = name if name in ("q8_0", "q4_0") else None
+            options = CompileOptions(target="cpu", ctx=256, kv_type=kv_type, tuned="none")
             compile_model(model, folder / "model", options)
             table = model.tensors["token_embd.weight"].dequantize() * model.config.embedding_scale
             engine, encoder = Engine.load(folder / "model", RunOptions(kv_tokens=2048)), Encoder()
@@ -76,6 +80,20 @@ def test_guesses_after_images(opened, name, constrained):
     guess_always(engine)
     assert answer(engine, prompt, **options) == expected
     assert engine.guesses.drafted
+
+
+@pytest.mark.parametrize("draft", [LOOKUP, "model"])
+@pytest.mark.parametrize("kv_type", sample(["q8_0", "q4_0"], ["q4_0"]))
+def test_guesses_of_others_with_a_quantized_cache(opened, kv_type, draft):
+    engine, prompt = opened(kv_type)
+    expected = answer(engine, IDS)
+    assert answer(engine, prompt) == expected
+    path = LOOKUP if draft == LOOKUP else engine.artifact.path
+    engine.speculate(open_drafter(path, engine.tokenizer, None, None, KvSize.of(256, None)))
+    engine._loop.speculation = Eager(engine._loop.speculation.drafter, engine._loop.speculation._rows)
+    engine.reset()
+    assert answer(engine, prompt) == expected
+    assert engine.guesses.accepted
 
 
 @pytest.mark.parametrize("split", ["layer", "tensor"])

@@ -1,5 +1,6 @@
 """Speculative decoding: answers are the same with guesses and without, and guesses cost little where they are wrong."""
 
+import contextlib
 import math
 import random
 
@@ -104,6 +105,18 @@ def test_a_draft_model_makes_room_in_its_cache(engine, demo_artifact):
     found, stats = answers(engine, drafter, temperature=0.0, n=12)
     engine.speculate(None)
     assert found == expected and sum(of.guessed for of in stats)
+
+
+def test_a_draft_model_sees_no_images(engine, demo_artifact):
+    drafter = open_drafter(demo_artifact, engine.tokenizer, None, None, KvSize.of(None, None))
+    assert drafter is not None
+    ids, rows = engine.tokenizer.encode("Images have rows, and rows have"), [-7, -(1 << 31)]
+    texts, mixed, later = Request([0]), Request([1]), Request([2])
+    with contextlib.closing(drafter):
+        expected = drafter.draft({texts: (GREEDY._replace(tokens=ids), 4)})[texts]
+        assert drafter.draft({mixed: (GREEDY._replace(tokens=[*rows, *ids]), 4)})[mixed] == expected
+        drafter.draft({later: (GREEDY._replace(tokens=[*ids[:3], *rows]), 4)})
+        assert drafter.draft({later: (GREEDY._replace(tokens=[*ids[:3], *rows, *ids[3:]]), 4)})[later] == expected
 
 
 def test_what_cannot_be_a_draft(engine, compiled):
