@@ -7,7 +7,7 @@ UserError for a picture so narrow that it would become a picture of no or of too
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image as pil
@@ -50,13 +50,40 @@ class Parameters:
         return values
 
 
+class Tile(NamedTuple):
+    """A picture; side: the edge of the square that it becomes by linear interpolation, without a filter against
+    aliasing, once it is normalized; 0: it stays as it is."""
+
+    picture: Image
+    side: int = 0
+
+    @property
+    def content(self) -> bytes:
+        """What its pixels depend on besides `Parameters`."""
+        return f"{self.picture.size} {self.side} ".encode() + self.picture.tobytes()
+
+    def pixels(self, of: Parameters) -> np.ndarray:
+        """float32 [3, height, width]."""
+        values: Any = of.normalized(self.picture)
+        if not self.side or self.picture.size == (self.side, self.side):
+            return values
+        for axis, edge in ((2, self.picture.width), (1, self.picture.height)):
+            f = np.float32
+            place = (np.arange(self.side, dtype=f) + f(0.5)) * (f(edge) / f(self.side)) - f(0.5)
+            low = np.floor(place)
+            first, second = (values.take((low + more).clip(0, edge - 1).astype(int), axis) for more in (0, 1))
+            part = (place - low).reshape((self.side, 1) if axis == 1 else self.side)
+            values = first + (second - first) * part
+        return values
+
+
 @dataclass(frozen=True)
 class Tiles:
-    """Pixels as `PreparedImage` has them. whole: the picture as one tile, of models that mark it as such, None for
-    others; parts: its parts by rows, `columns` in each."""
+    """whole: the picture as one tile, of models that mark it as such, None for others; parts: its parts by rows,
+    `columns` in each."""
 
-    whole: np.ndarray | None = None
-    parts: list[np.ndarray] = field(default_factory=list)
+    whole: Tile | None = None
+    parts: list[Tile] = field(default_factory=list)
     columns: int = 1
 
 
@@ -82,23 +109,23 @@ def _check(picture: Image, size: Size, most: int) -> None:
 
 def square(picture: Image, of: Parameters) -> Tiles:
     """One square."""
-    return Tiles(parts=[of.normalized(resized(picture, (of.side, of.side), of.resample, of.pad))])
+    return Tiles(parts=[Tile(resized(picture, (of.side, of.side), of.resample, of.pad))])
 
 
 def own_shape(picture: Image, of: Parameters) -> Tiles:
     """One picture of about its own shape and size."""
     size = sizes.fitted(picture.size, of.step, of.least, of.most, of.longest)
-    return Tiles(parts=[of.normalized(resized(picture, size, of.resample, of.pad))])
+    return Tiles(parts=[Tile(resized(picture, size, of.resample, of.pad))])
 
 
 def grid(picture: Image, of: Parameters) -> Tiles:
     """A square of the whole, and squares of the resolution among `grids` that suits it best, unless it is small."""
-    whole = of.normalized(resized(picture, (of.side, of.side), Resampling.BICUBIC))
+    whole = Tile(resized(picture, (of.side, of.side), Resampling.BICUBIC))
     if max(picture.size) <= of.side:
         return Tiles(whole)
     size = sizes.best_resolution(picture.size, of.grids)
     refined = resized(picture, size, Resampling.BICUBIC, of.pad)
-    return Tiles(whole, _parts(refined, (of.side, of.side), of), size[0] // of.side)
+    return Tiles(whole, _parts(refined, (of.side, of.side)), size[0] // of.side)
 
 
 def slices(picture: Image, of: Parameters) -> Tiles:
@@ -107,12 +134,12 @@ def slices(picture: Image, of: Parameters) -> Tiles:
     shaped = of.step == 2 * of.patch and size[0] * size[1] <= side * side
     if shaped or max(size) <= side:
         whole = sizes.resized_to(size, side, of.step, True) if shaped else (side, side)
-        return Tiles(of.normalized(resized(picture, whole, Resampling.BICUBIC)))
-    whole = of.normalized(resized(picture, sizes.resized_to(size, side, of.step, False), Resampling.BICUBIC))
+        return Tiles(Tile(resized(picture, whole, Resampling.BICUBIC)))
+    whole = Tile(resized(picture, sizes.resized_to(size, side, of.step, False), Resampling.BICUBIC))
     columns, rows = sizes.slice_grid(size, side)
     full = sizes.slices_size(size, (columns, rows), side, of.step)
     refined = resized(picture, full, Resampling.BICUBIC, of.pad)
-    return Tiles(whole, _parts(refined, (full[0] // columns, full[1] // rows), of), columns)
+    return Tiles(whole, _parts(refined, (full[0] // columns, full[1] // rows)), columns)
 
 
 def lfm2(picture: Image, of: Parameters) -> Tiles:
@@ -124,7 +151,7 @@ def lfm2(picture: Image, of: Parameters) -> Tiles:
     side = 512
     columns, rows = sizes.lfm2_grid(picture.size, side)
     refined = resized(picture, (columns * side, rows * side), of.resample, of.pad)
-    return Tiles(whole[0], _parts(refined, (side, side), of), columns)
+    return Tiles(whole[0], _parts(refined, (side, side)), columns)
 
 
 def idefics3(picture: Image, of: Parameters) -> Tiles:
@@ -139,13 +166,13 @@ def idefics3(picture: Image, of: Parameters) -> Tiles:
         size = sizes.fitted(picture.size, side)
         refined = resized(picture, size, Resampling.BICUBIC, of.pad)
         whole = resized(picture, (side, side), Resampling.BICUBIC)
-    return Tiles(of.normalized(whole), _parts(refined, (side, side), of), size[0] // side)
+    return Tiles(Tile(whole), _parts(refined, (side, side)), size[0] // side)
 
 
 def glimmer(picture: Image, of: Parameters) -> Tiles:
     """One picture of whole tokens closest to its own shape."""
     size = sizes.glimmer_size(picture.size, of.step, of.most // (of.step * of.step))
-    return Tiles(parts=[of.normalized(resized(picture, size, of.resample))])
+    return Tiles(parts=[Tile(resized(picture, size, of.resample))])
 
 
 def step3(picture: Image, of: Parameters) -> Tiles:
@@ -161,30 +188,15 @@ def step3(picture: Image, of: Parameters) -> Tiles:
         scale = np.float32(of.longest) / np.float32(max(picture.size))
         width, height = (max(1, int(np.float32(edge) * scale)) for edge in picture.size)
         picture = resized(picture, (width, height), Resampling.BILINEAR)
-    whole = _interpolated(picture, of.side, of)
+    whole = Tile(picture, of.side)
     if not (window := sizes.step3_window(picture.size, of.side)):
         return Tiles(whole)
     width, height = (sizes.step3_extent(edge, window) for edge in picture.size)
     refined = resized(picture, (width, height), Resampling.BILINEAR)
     xs, ys = sizes.step3_starts(width, window), sizes.step3_starts(height, window)
     cut = [refined.crop((x, y, x + window, y + window)) for y in ys for x in xs]  # black outside of the picture
-    return Tiles(whole, [_interpolated(one, sizes.STEP3_CROP, of) for one in cut], len(xs))
+    return Tiles(whole, [Tile(one, sizes.STEP3_CROP) for one in cut], len(xs))
 
 
-def _parts(picture: Image, tile: Size, of: Parameters) -> list[np.ndarray]:
-    return [of.normalized(picture.crop(box)) for box in sizes.boxes(picture.size, tile)]
-
-
-def _interpolated(picture: Image, side: int, of: Parameters) -> np.ndarray:
-    """A square by linear interpolation of normalized pixels, without a filter against aliasing."""
-    values: Any = of.normalized(picture)
-    if picture.size == (side, side):
-        return values
-    for axis, edge in ((2, picture.width), (1, picture.height)):
-        f = np.float32
-        place = (np.arange(side, dtype=f) + f(0.5)) * (f(edge) / f(side)) - f(0.5)
-        low = np.floor(place)
-        first, second = (values.take((low + more).clip(0, edge - 1).astype(int), axis) for more in (0, 1))
-        part = (place - low).reshape((side, 1) if axis == 1 else side)
-        values = first + (second - first) * part
-    return values
+def _parts(picture: Image, tile: Size) -> list[Tile]:
+    return [Tile(picture.crop(box)) for box in sizes.boxes(picture.size, tile)]

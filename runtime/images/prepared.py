@@ -15,7 +15,8 @@ class PreparedImage:
     """`pixels`: float32 [3, height, width], red, green and blue, normalized; height and width are multiples of the
     encoder's patches. `rows`: how many rows of features it becomes, tokens of the prompt, Pixtral's line breaks
     included. `grid`: rows and columns of tokens for positions of the kind "grid" (M-RoPE), (1, `rows`) for the kind
-    "sequence". `key`: a digest of pixels, shape and what `parameters` of `of` name: equal keys have equal features."""
+    "sequence". `key`: a digest of pixels or their source, shape and what `parameters` of `of` name: equal keys have
+    equal features."""
 
     pixels: np.ndarray
     rows: int
@@ -23,11 +24,14 @@ class PreparedImage:
     key: bytes
 
     @classmethod
-    def of(cls, pixels: np.ndarray, rows: int, grid: tuple[int, int], parameters: str) -> Self:
-        """A tile with its key; `parameters` are those of the encoder that are not the same for all of its images."""
+    def of(
+        cls, pixels: np.ndarray, rows: int, grid: tuple[int, int], parameters: str, content: bytes | None = None
+    ) -> Self:
+        """A tile with its key; `parameters` are those of the encoder that are not the same for all of its images.
+        content: less than the pixels, on which these depend."""
         pixels = np.ascontiguousarray(pixels, np.float32)
         digest = blake2b(f"{pixels.shape} {rows} {grid} {parameters}".encode(), digest_size=16)
-        digest.update(pixels.data)
+        digest.update(pixels.data if content is None else content)
         return cls(pixels, rows, grid, digest.digest())
 
 

@@ -12,7 +12,7 @@ from PIL.Image import Image, Resampling
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.images import cut, sizes
-from mlc_amd.runtime.images.cut import Colour, Parameters, Tiles
+from mlc_amd.runtime.images.cut import Colour, Parameters, Tile, Tiles
 from mlc_amd.runtime.images.prepared import Piece, PreparedImage
 
 _SCALE, _SPATIAL = "clip.vision.projector.scale_factor", "clip.vision.spatial_merge_size"
@@ -147,10 +147,13 @@ class Preparation:
         whole = None if tiles.whole is None else self._tile(tiles.whole)
         return self._projector.marks.around(whole, [self._tile(part) for part in tiles.parts], tiles.columns)
 
-    def _tile(self, pixels: Any) -> PreparedImage:
+    def _tile(self, tile: Tile) -> PreparedImage:
+        pixels = tile.pixels(self._parameters)
         rows, columns = (edge // self._parameters.step for edge in pixels.shape[1:])
         count = rows * columns + (rows - 1 if self._projector.breaks else 0)
-        return PreparedImage.of(pixels, count, (rows, columns) if self._by_grid else (1, count), self._name)
+        parameters = f"{self._name} {self._parameters.mean} {self._parameters.std}"
+        grid = (rows, columns) if self._by_grid else (1, count)
+        return PreparedImage.of(pixels, count, grid, parameters, tile.content)
 
 
 def _parameters(projector: Projector, metadata: Mapping[str, Any]) -> Parameters:
