@@ -375,9 +375,13 @@ def test_an_encoder(name, tmp_path):
     check_encoder(tmp_path / name)
 
 
+@pytest.mark.parametrize("size", sample(["tiny", "SigLIP"], ["tiny"]))
 @pytest.mark.parametrize("arch", sample([ARCH, "rdna3", "rdna4"], [ARCH]))
-def test_an_image_encoder(arch, tmp_path):
-    """Of float16 matrices, whose features are float16."""
+def test_an_image_encoder(arch, size, tmp_path, monkeypatch):
+    """Of float16 matrices, whose features are float16. SigLIP: layers as those of SigLIP and Qwen3-VL-8B."""
+    if size == "SigLIP":
+        for name, value in {"HIDDEN": 1152, "HEADS": 16, "FF": 4304, "LAYERS": 2}.items():
+            monkeypatch.setattr(vision_models, name, value)
     vision_models.write(tmp_path / "mmproj.gguf", "qwen3vl_merger", np.float16)
     model = synthetic("tiny-qwen2:f16", keys=vision_models.DECODER)
     model.add_vision(VisionFile(tmp_path / "mmproj.gguf"))
