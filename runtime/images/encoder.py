@@ -2,7 +2,7 @@
 
 Several images share a run, packed one after the other into the smallest function that holds them (layout.py). What
 depends on an image's shape only is kept for the next one of that shape. Several threads put a run's patches where the
-device takes them, and copy features while it reads further ones.
+device takes them, and copy the features that it has made.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -215,10 +215,10 @@ def _parts(rows: np.ndarray) -> list[np.ndarray]:
 
 
 def _share(call: Callable[..., object], parts: Sequence[Sequence[Any]]) -> None:
-    """Calls it with the arguments of each part: this thread for the first, others for the rest."""
+    """Calls it with the arguments of each part, of which there are some: this thread for the first, others for the
+    rest."""
     others = [_THREADS.submit(call, *part) for part in parts[1:]]
-    for part in parts[:1]:
-        call(*part)
+    call(*parts[0])
     _wait(others)
 
 
