@@ -81,6 +81,11 @@ def test_grid_of_positions():
 def test_the_key_is_that_of_the_pixels():
     keys = {prepared("qwen3vl", size)[1].key for size in ("200x130", "130x200", "200x130")}
     assert len(keys) == 2
+    metadata = CASES["qwen3vl"]["vision"]["metadata"]
+    for name in ("mean", "std"):  # of which the pixels are made of the same picture
+        changed = metadata | {f"clip.vision.image_{name}": [0.25, 0.5, 0.5]}
+        keys.add(prepared("qwen3vl", "200x130", metadata=changed)[1].key)
+    assert len(keys) == 4
 
 
 @pytest.mark.parametrize("name", ["qwen3vl", "step3vl", "internvl", "lfm2", "idefics3", "minicpm4"])
