@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
@@ -21,7 +21,7 @@ from mlc_amd.runtime import extras
 from mlc_amd.runtime.artifact import json_files
 from mlc_amd.runtime.errors import QUOTED, UsageError, UserError, one_line
 from mlc_amd.runtime.host import cpu_flags, selected_threads
-from mlc_amd.runtime.options import MANY, Option, RunOptions, TargetOptions, option_of
+from mlc_amd.runtime.options import MANY, CompileOptions, Option, RunOptions, TargetOptions, option_of
 from mlc_amd.runtime.sampling.settings import SamplingChanges
 from mlc_amd.tools import target as targets
 from mlc_amd.tools.hub import models
@@ -51,7 +51,7 @@ def run(
     tracker: Tracker = None,
     key: Key = None,
     device: Annotated[str | None, option_of(RunOptions, "device")] = None,
-    mmproj: str | None = None,
+    mmproj: Annotated[str | None, replace(option_of(CompileOptions, "mmproj"), default="none is tuned")] = None,
     seed: Annotated[int, option_of(SamplingChanges, "seed")] = 1,
     list: bool = False,
     report: bool = False,
@@ -83,7 +83,6 @@ def run(
         output: for --report: the plot's file, .svg, .png or .pdf; needs matplotlib.
         export_kit: write a kit into this folder instead of measuring here.
         import_kit: take a kit's measurements.
-        mmproj: the GGUF file of the model's image encoder, whose kernels are tuned, too.
         plans: a file of plans to measure first, a line each: {"op", "args", "plan"}, as files of shipped records have.
         ship: then write what is worth it as records for others: into DIR/ARCH.json, where DIR is dist/tuned of a
             checkout; records there that are no longer of use are removed.
