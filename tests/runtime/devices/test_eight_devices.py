@@ -12,7 +12,6 @@ from mlc_amd.runtime.options import CompileOptions, RunOptions
 
 KEYS = {"attention.head_count": 8, "attention.head_count_kv": 8, "feed_forward_length": 512}
 LAYERS = {"layer": 8, "tensor": 2}
-IDS = np.random.default_rng(3).integers(0, 1000, 20).tolist()
 MOST = {"layer": 0, "tensor": 1e-4}  # KL divergence from one device
 SPLITS = {"layer": CompileOptions(), "tensor": CompileOptions(split="tensor", gpus=8)}
 
@@ -23,10 +22,10 @@ def lavapipe():
 
 
 def logits(folder, devices):
-    """Of the last token of a prompt and of two more, and the pages that are free at the end, as a share."""
+    """Of four tokens, and the pages that are free at the end, as a share."""
     with Engine.load(folder, RunOptions(devices=(0,) * devices, kv_tokens=256)) as engine:
         assert len(getattr(engine.device, "stages", [engine.device])) == devices
-        found = [engine.prefill(IDS).copy(), *(engine.decode(token).copy() for token in (7, 300))]
+        found = [engine.decode(token).copy() for token in (7, 300, 11, 5)]  # eight devices compile what they run
         engine.reset()
         return np.array(found), {pool.available / pool.pages for pool in engine.cache.pools.values()}
 
