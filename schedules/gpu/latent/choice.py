@@ -198,8 +198,8 @@ def _score_group(op: SelectKeys, buffers, keys: _Keys, sums: Buffer, place, of: 
 
 
 def _score_blocks(op: SelectKeys, arch: Device, state: Buffer, places, buffers) -> None:
-    """A workgroup of a wave for each block by head, whose threads have its positions in turn, else a thread for each
-    block."""
+    """By head a workgroup of one wave for each block, of which each thread has every so many positions; else a thread
+    for each block."""
     (rows, pages), (Q, Ik, Order), m = places, buffers, op.m
     of_group = 1 if op.by_head else arch.wave
     with launch((-(-op.blocks // of_group), op.sets, m), (arch.wave,)) as (group, own, row, lane):
