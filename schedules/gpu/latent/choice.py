@@ -42,7 +42,7 @@ MOST_THREADS = 1024  # of the third launch
 @builds(SelectKeys)
 def select_keys(op: SelectKeys, arch: Device, state: Buffer, plan: None) -> None:
     """Kernel (state, rows, pages, Q, [W], K, Ik, Ids)."""
-    m, d, blocks = op.m, op.d, op.ctx // PAGE
+    m, blocks = op.m, op.ctx // PAGE
     rows, pages = declared("int32", rows=(m, 2), pages=(SLOTS, blocks))
     Q, W, K = declared(**op.shapes())
     (Ik,), (Ids,) = declared("float16", Ik=op.cache_shape()), declared("int32", Ids=(m, op.sets * op.used))
@@ -51,11 +51,7 @@ def select_keys(op: SelectKeys, arch: Device, state: Buffer, plan: None) -> None
     with launch((m,), (arch.wave,)) as (row, lane), if_live(state, m, row):
         last = clamped_position(rows, row, op.ctx)
         with T.If(is_at(rows, row, last)), T.Then():
-            page = T.Bind(pages[row_slot(rows, row), last // PAGE])
-            for first in range(0, d, arch.wave):
-                column = T.Bind(first + lane)
-                with T.If(column < d), T.Then():
-                    put(Ik, T.cast(K[row, T.min(column, T.int32(d - 1))], "float16"), page, last % PAGE, column)
+            store_key(arch, Ik, K, row, (T.Bind(pages[row_slot(rows, row), last // PAGE]), last % PAGE), lane)
         if Counts is not None:
             with T.If(last >= op.used), T.Then(), T.serial(COUNTS // (arch.wave * WIDTH)) as i:
                 zero = T.broadcast(T.int32(0), WIDTH)
@@ -69,6 +65,13 @@ def select_keys(op: SelectKeys, arch: Device, state: Buffer, plan: None) -> None
         position = clamped_position(rows, row, op.ctx)
         last, wanted = T.Bind(position // op.block), choices(op, position)
         _choose(op, Group(arch, lane, wave, waves), (Order, Counts, Ids), (row, own), last, wanted)
+
+
+def store_key(arch: Device, cache: Buffer, K: Buffer, row: Expr, place: tuple[Expr, Expr], lane: Expr) -> None:
+    """A wave stores a row's key, float32 of K, at (page, place in the page) of a cache float16 [pages, places, d]."""
+    for column, valid in _each(int(cache.shape[2]), arch.wave, lane):
+        with when(valid):
+            put(cache, T.cast(K[row, column], "float16"), *place, column)
 
 
 def _order(score: Expr) -> Expr:
