@@ -6,6 +6,7 @@ then sums some columns.
 
 from tvm.tirx.script import builder as T
 
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention.attention_step import LOWEST, with_sink
 from mlc_amd.schedules.gpu.attention.cache import UNIT, clamped_position, is_at, place_args, row_slot
 from mlc_amd.schedules.gpu.base.device import exp2, fma, launch, maximum, rcp
@@ -25,13 +26,16 @@ LEAST = -120  # exponent of a weight
 
 @builds(CompressedAttention)
 def compressed_attention(op: CompressedAttention, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state, rows, pages, Q, K, [C, [Ids]], Sinks, Kc, [Cc], Y). ValueError for more keys than shared memory
+    """Kernel (state, rows, pages, Q, K, [C, [Ids]], Sinks, Kc, [Cc], Y). UserError for more keys than shared memory
     holds the scores of."""
     of, m, d, ratio = op.layer, op.m, op.layer.d, op.ratio
     waves = max(min(THREADS, arch.threads) // arch.wave, 1)
     threads = arch.wave * waves
     if 8 * op.most_keys + 1024 > arch.lds:
-        raise ValueError(f"{op.most_keys} keys: shared memory holds fewer")
+        raise UserError(
+            f"attention to {op.most_keys} keys at once does not fit the shared memory of {arch.name}; compile with a "
+            "smaller --ctx"
+        )
     rows, pages = place_args(m, of)
     Q, K, C = declared(**op.inputs)
     (Ids,), (Sinks,) = declared("int32", Ids=(m, op.used) if op.used else None), declared(Sinks=(of.heads,))

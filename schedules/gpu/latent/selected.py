@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.choices import choices, keys_of
 from mlc_amd.schedules.gpu.attention.attention_step import LOWEST, Step, with_sink
 from mlc_amd.schedules.gpu.attention.cache import KEYS, UNIT, Cache, clamped_position, place_args, row_slot
@@ -45,7 +46,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(op: SelectedAttention, arch: Device) -> Shape:
-    """The most heads for which shared memory holds the scores. ValueError if it does not those of one."""
+    """The most heads for which shared memory holds the scores. UserError if it does not those of one."""
     for heads in range(HEADS, 0, -1):
         if op.layer.group % heads == 0:
             groups = op.layer.heads // heads * op.m
@@ -53,12 +54,15 @@ def shape_of(op: SelectedAttention, arch: Device) -> Shape:
             shape = Shape(heads, splits, max(LEAST, -(-op.most_keys // splits)))
             if shape.lds_bytes() <= arch.lds:
                 return shape
-    raise ValueError(f"{op.most_keys} keys: shared memory holds fewer")
+    raise UserError(
+        f"attention to {op.most_keys} chosen keys does not fit the shared memory of {arch.name}; compile with a "
+        "smaller --ctx, or for another target"
+    )
 
 
 @builds(SelectedAttention)
 def selected_attention(op: SelectedAttention, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state, rows, pages, Qo, Ids, Kc, [Vc], [Sinks], Y). ValueError for more keys than shared memory holds the
+    """Kernel (state, rows, pages, Qo, Ids, Kc, [Vc], [Sinks], Y). UserError for more keys than shared memory holds the
     scores of."""
     spec, m, tile = op.layer, op.m, selected_tiles.plan_for(op, arch)
     rows, pages = place_args(m, spec)
