@@ -280,7 +280,7 @@ def _choose(op: SelectKeys, group: Group, buffers, row: tuple[Expr, Expr], last:
         before = [group.before_wave(count) for count in (counts[0], counts[1])]
         above, equal = (filled(x) for x in before)
         for first, scores in each():
-            # of a wave's scores that are looked at together 16 bits hold how many there are
+            # 16 bits hold the number of scores that a wave looks at together
             flags = [
                 T.Select(x > least, T.int32(1 << 16), T.Select(x == least, T.int32(1), T.int32(0))) for x in scores
             ]

@@ -46,7 +46,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(op: SelectedAttention, arch: Device) -> Shape:
-    """The most heads for which shared memory holds the scores. UserError if it does not those of one."""
+    """The most heads for which shared memory holds the scores. UserError if it does not hold those of one."""
     for heads in range(HEADS, 0, -1):
         if op.layer.group % heads == 0:
             groups = op.layer.heads // heads * op.m
