@@ -147,8 +147,8 @@ class _Work:
     """What a workgroup does for its heads of a row: buffers (queries, cache, sinks), of: (row, first head, KV head)."""
 
     def __init__(self, op: SelectedAttention, arch: Device, shape: Shape, waves: int, buffers, of, place):
-        self.spec, self.heads, self.group = op.layer, shape.heads, Group(arch, *place, waves)
-        (self.Q, self.cache, _), (self.row, self.head, self.kv) = buffers, of
+        (self.Q, self.cache, _), (self.row, self.head, self.kv), (lane, wave) = buffers, of, place
+        self.spec, self.heads, self.group = op.layer, shape.heads, Group(arch, lane, wave, waves)
         self.threads, self.thread = self.group.threads, self.group.tid
         self.scores = T.alloc_buffer((shape.heads, shape.keys), "float32", scope="shared")
         self.places = T.alloc_buffer((shape.keys,), "int32", scope="shared")
