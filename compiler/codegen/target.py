@@ -153,7 +153,7 @@ class Target(ABC):
         return False
 
     def attends_in_blocks(self, chunk: bool) -> bool:
-        """Whether kernels of attention give int8 blocks; chunk: those of more than single rows."""
+        """Whether kernels of attention produce int8 blocks; chunk: those of more than single rows."""
         return True
 
     def norm_place(self, before: Linear | None, readers: Sequence[Linear | GateUp]) -> NormPlace:

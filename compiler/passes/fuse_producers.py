@@ -105,7 +105,7 @@ def fuse_residual(mod):
 
 def fuse_quantize(mod, target):
     """quantize(f(x)) becomes f with a quantized output, for activations and the producers that can; attention and gates
-    can if their heads are whole blocks, attention where the target's does."""
+    can if their heads are whole blocks, attention where the target's kernels do."""
 
     def rule(call, producer):
         quantize = ops.operator_of(call)
@@ -128,7 +128,7 @@ def fuse_quantize(mod, target):
 
 
 def _attends_in(op: CausalAttention, layout: str, target) -> bool:
-    """Whether its kernel can give that layout."""
+    """Whether its kernel can produce that layout."""
     whole = op.layer.value_d % BLOCK == 0
     return not layout.startswith(BLOCKS) or (whole and target.attends_in_blocks(op.m > op.single))
 

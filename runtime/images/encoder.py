@@ -215,8 +215,8 @@ def _parts(rows: np.ndarray) -> list[np.ndarray]:
 
 
 def _share(call: Callable[..., object], parts: Sequence[Sequence[Any]]) -> None:
-    """Calls it with the arguments of each part, of which there are some: this thread for the first, others for the
-    rest."""
+    """Calls it with the arguments of each part, of which there is at least one: this thread for the first, others for
+    the rest."""
     others = [_THREADS.submit(call, *part) for part in parts[1:]]
     call(*parts[0])
     _wait(others)

@@ -188,7 +188,7 @@ def test_gate_and_up_of_different_kinds_stay_apart():
 
 
 @pytest.mark.parametrize(("arch", "layout"), [("nvidia", ""), ("rdna2", "rows")])
-def test_chunks_on_matrix_units_give_no_blocks(arch, layout):
+def test_chunks_on_matrix_units_produce_no_blocks(arch, layout):
     """Even where what reads them, matrices too small for these units, takes int8 blocks."""
     model = architectures.tiny("deepseek2", "q4_k")
     _, calls = operators(model, 64, VulkanTarget(arch))

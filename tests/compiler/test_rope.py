@@ -3,6 +3,7 @@ some."""
 
 import math
 
+import architectures
 import numpy as np
 import pytest
 
@@ -127,3 +128,18 @@ def test_llama3_factors_of_a_synthetic_model():
 def test_bad_factors(factors):
     with pytest.raises(UserError, match=r"rope_freqs\.weight must hold 32 numbers"):
         rope_table(CASES["plain"], 8, factors)
+
+
+def test_all_keys_of_compressed_attention_have_the_columns_that_rotate():
+    keys = {"general.architecture": "deepseek4"} | architectures.MODELS["deepseek4"][0] | {"rope.dimension_count": 64}
+    keys |= {"attention.key_length": 64, "attention.indexer.key_length": 32}
+    with pytest.raises(UserError, match=r"RoPE's dimensions \(64\) must be even and <= 32"):
+        synthetic("tiny-qwen2:f16", keys=keys)
+
+
+def test_sizes_of_blocks_that_no_layer_has_count_for_nothing():
+    keys = {"general.architecture": "deepseek4"} | architectures.MODELS["deepseek4"][0]
+    longer = keys | {"attention.compress_ratios": [*keys["attention.compress_ratios"], *range(200, 300)]}
+    tensors = architectures.MODELS["deepseek4"][1]
+    found = [synthetic("tiny-qwen2:f16", keys=of, tensors=tensors).config.ropes for of in (keys, longer)]
+    assert found[0] == found[1]

@@ -11,6 +11,7 @@ from vulkan_harness import PROFILES, gpu, run
 from workloads import built
 
 from mlc_amd.compiler.codegen.cpu import build_module
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu.attention.cache import cache_types as cpu_types
 from mlc_amd.schedules.cpu.base.arch import resolve
 from mlc_amd.schedules.gpu.attention.cache import cache_types as gpu_types
@@ -148,3 +149,13 @@ def test_on_matrices(units):
     plan = selected_tiles.plan_for(MATRIX, arch)
     assert plan and (selected_tiles.splits_of(MATRIX, plan, arch) > 1) == (units > 1)
     check(MATRIX, "gpu", lambda arrays: execute(built(MATRIX, arch), arrays, arch), 1e-3)
+
+
+def test_more_keys_than_shared_memory_holds():
+    layer = replace(SHARED, ctx=1 << 20)
+    for op in (
+        CompressedAttention(layer=layer, ratio=128, used=0, m=1),
+        SelectedAttention(layer=replace(LAYER, ctx=1 << 20), used=1 << 14, m=64),
+    ):
+        with pytest.raises(UserError, match="does not fit the shared memory of generic; compile with a smaller --ctx"):
+            built(op, profiles.resolve("generic"))

@@ -5,7 +5,7 @@ What a kernel becomes depends on its structure and the names of its parameters, 
 compiler/codegen and schedules/gpu/base, and TVM: with other ones of these the folder is another one, and those that no
 run used for a day go. Tests that pass a kernel to a code generator themselves get what it makes.
 
-Kernels before that, of which a model has those that the one before had, stay in a process's memory.
+Kernels before code generation stay in a process's memory: models that it compiles one after the other share many.
 """
 
 import hashlib

@@ -102,12 +102,17 @@ def deepseek4(keys: Keys) -> ModelConfig:
     streams = HyperConfig(count, keys.number("hyper_connection.epsilon", minimum=0.0), 2.0, iterations=iterations)
     layers = predicting.of(lambda own: LayerConfig(mixer(own), block(own)))
     rotating = keys.integer("rope.dimension_count")
-    plain = read_rope(keys, sizes["head_dim"], neox=False, scaled=False, dim=rotating)
+    columns = min(sizes["head_dim"], sizes["index_dim"])  # all keys rotate alike
+    plain = read_rope(keys, columns, neox=False, scaled=False, dim=rotating)
     base = keys.number("attention.compress_rope_freq_base")
-    far = read_rope(keys, sizes["head_dim"], neox=False, dim=rotating, base=base, log_multiplier=1.0)
+    far = read_rope(keys, columns, neox=False, dim=rotating, base=base, log_multiplier=1.0)
     ropes = {ROPE: plain, COMPRESSED_ROPE: far}
     ropes |= {name + BACK: replace(rope, back=True) for name, rope in ropes.items()}
-    ropes |= {f"{BLOCK_ROPE}{ratio}": replace(far, offset=1 - ratio) for ratio in ratios if ratio}
+    ropes |= {
+        f"{BLOCK_ROPE}{ratio}": replace(far, offset=1 - ratio)
+        for ratio in (OVERLAPPING, LONG_BLOCKS)
+        if ratio in ratios
+    }
     return read_model(keys, layers, ropes, streams=streams, unused=predicting.unused)
 
 

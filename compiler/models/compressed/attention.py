@@ -1,6 +1,6 @@
 """Attention to compressed keys in a decoder's graph: `CompressedConfig` has the formula.
 
-A block's softmax goes along with the sequence as two running sums of each column, of exp(score) * value and of
+A block's softmax is computed along the sequence as two running sums of each column, of exp(score) * value and of
 exp(score), which begin anew where a block begins: an SsmScan whose decay is 0 there and 1 elsewhere.
 """
 
@@ -71,8 +71,8 @@ def _block_keys(g: Graph, h, a: CompressedConfig, i: int, name: str, dim: int) -
     score = g.bb.emit(OPS.exp(decoder_parts.clamped(g, g.bb.emit(OPS.add(gate, ape)), MOST)))
 
     def step_of(position, part):
-        """dt of a running sum: of blocks with even numbers, with odd ones, of all; of those of other blocks nothing is
-        added, which dt of 0 says."""
+        """dt of a running sum: of blocks with even numbers, with odd ones, of all. 0 in other blocks: nothing is
+        added."""
         begins = position % a.ratio == 0
         other: Any = (part < 2) & (position // a.ratio % 2 != part) if a.overlapping else False
         return te.if_then_else(other, 0.0, te.if_then_else(begins, ANEW, ON))

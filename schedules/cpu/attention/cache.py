@@ -92,6 +92,10 @@ class RowTable:
         """The position of a row in its sequence, int32."""
         return self.buffer[row, 0]
 
+    def clamped(self, row: Expr, ctx: int) -> Expr:
+        """The same, or the nearest position of a sequence of ctx tokens."""
+        return T.max(T.min(self.position(row), T.int32(ctx - 1)), T.int32(0))
+
     def slot(self, row: Expr) -> Expr:
         """The row's sequence, clamped to those that page tables have."""
         return T.max(T.min(self.buffer[row, 1], T.int32(SLOTS - 1)), T.int32(0))

@@ -5,7 +5,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu import registry
 from mlc_amd.schedules.cpu.attention.cache import BLOCK, RowTable
-from mlc_amd.schedules.cpu.attention.selected import MAX_HEADS, emit_head
+from mlc_amd.schedules.cpu.attention.selected import MAX_HEADS, each_new_key, emit_head, store_key
 from mlc_amd.schedules.cpu.base.arch import Arch
 from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows
 from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, largest_divisor, opaque, registers, store
@@ -28,26 +28,14 @@ def compressed_attention(op: CompressedAttention, arch: Arch, name: str, plan: N
         Kc, Cc = declared("float16", Kc=op.caches["wk"], Cc=op.caches.get("ck"))
         (Y,) = declared(Y=(op.m, of.heads * d))
         live = live_rows(state, op.m)
-
-        def last_of(row: Expr) -> Expr:
-            """Its position, or the nearest of a sequence."""
-            return opaque(T.max(T.min(rows.position(row), T.int32(of.ctx - 1)), T.int32(0)))
-
-        def write(cache, source, row: Expr, page: Expr, place: Expr) -> None:
-            with T.serial(d // LANES) as c:
-                store(cache, T.cast(source[row, at(c * LANES)], "float16x16"), page, place, at(c * LANES))
-
-        with T.serial(live) as row:
-            last = last_of(row)
-            with T.If(last == rows.position(row)), T.Then():
-                page = opaque(pages[rows.slot(row), last // BLOCK])
-                write(Kc, K, row, page, last % BLOCK)
-                if ratio:
-                    with T.If((last + 1) % ratio == 0), T.Then():
-                        write(Cc, C, row, page, last % BLOCK // ratio)
+        with each_new_key(rows, pages, live, of.ctx) as (row, page, last):
+            store_key(Kc, K, row, page, last % BLOCK)
+            if ratio:
+                with T.If((last + 1) % ratio == 0), T.Then():
+                    store_key(Cc, C, row, page, last % BLOCK // ratio)
         with T.parallel(live * parts) as task:
             row, first = opaque(task // parts), opaque(task % parts * heads)
-            last, slot = last_of(row), opaque(rows.slot(row))
+            last, slot = opaque(rows.clamped(row, of.ctx)), opaque(rows.slot(row))
             keys, scores = T.alloc_buffer((BLOCK, d), "float32"), registers(BLOCK)
             out, tops, totals = T.alloc_buffer((heads, d), "float32"), registers(heads), registers(heads)
             near = registers(1, kind="int32")

@@ -5,6 +5,9 @@ Scores go block by block of 64 keys, which are transposed first: vectors hold a 
 found bit by bit: how many scores are at least a number says its next bit.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
@@ -39,39 +42,46 @@ MAX_HEADS = 16  # of a task
 @registry.builds(SelectKeys)
 def select_keys(op: SelectKeys, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
     """Kernel (state int32[4], rows, pages, Q, [W], K, Ik, Ids)."""
-    blocks, d = op.ctx // BLOCK, op.d
-    columns = -(-op.blocks // LANES) * LANES
+    blocks, columns = op.ctx // BLOCK, -(-op.blocks // LANES) * LANES
     with kernel(name) as (builder, state):
         rows, pages = RowTable(op.m), T.arg("pages", T.buffer((SLOTS, blocks), "int32"))
         Q, W, K = declared(**op.shapes())
         (Ik,), (Ids,) = declared("float16", Ik=op.cache_shape()), declared("int32", Ids=(op.m, op.sets * op.used))
         live = live_rows(state, op.m)
-
-        def last_of(row: Expr) -> Expr:
-            """Its position, or the nearest of a sequence."""
-            return opaque(T.max(T.min(rows.position(row), T.int32(op.ctx - 1)), T.int32(0)))
-
-        with T.serial(live) as row:
-            last = last_of(row)
-            with T.If(last == rows.position(row)), T.Then():
-                page = opaque(pages[rows.slot(row), last // BLOCK])
-                with T.serial(d // LANES) as c:
-                    store(Ik, T.cast(K[row, at(c * LANES)], "float16x16"), page, last % BLOCK, at(c * LANES))
+        with each_new_key(rows, pages, live, op.ctx) as (row, page, last):
+            store_key(Ik, K, row, page, last % BLOCK)
         Order = T.alloc_buffer((op.m, op.sets, columns), "int32")  # of the scores
         if op.block == 1:
             with T.parallel(live * blocks) as task:
                 row, block = opaque(task // blocks), opaque(task % blocks)
-                _score_keys(op, arch, (Q, W, Ik, Order), (pages, rows.slot(row)), last_of(row), (row, block))
+                last = opaque(rows.clamped(row, op.ctx))
+                _score_keys(op, arch, (Q, W, Ik, Order), (pages, rows.slot(row)), last, (row, block))
         else:
             with T.parallel(live * op.sets * columns) as task:
                 row, one = opaque(task // (op.sets * columns)), opaque(task % (op.sets * columns))
                 place = row, opaque(one // columns), opaque(one % columns)
-                _score_block(op, arch, (Q, Ik, Order), (pages, rows.slot(row)), last_of(row), place)
+                last = opaque(rows.clamped(row, op.ctx))
+                _score_block(op, arch, (Q, Ik, Order), (pages, rows.slot(row)), last, place)
         with T.parallel(live * op.sets) as task:
             row = opaque(task // op.sets)
-            position = last_of(row)
+            position = opaque(rows.clamped(row, op.ctx))
             _choose(op, Order, Ids, (row, opaque(task % op.sets)), position // op.block, choices(op, position))
     return builder.get()
+
+
+@contextmanager
+def each_new_key(rows: RowTable, pages: Buffer, live: Expr, ctx: int) -> Iterator[tuple[Expr, Expr, Expr]]:
+    """(row, page of its key, its position) of rows whose keys the cache has room for."""
+    with T.serial(live) as row:
+        last = opaque(rows.clamped(row, ctx))
+        with T.If(last == rows.position(row)), T.Then():
+            yield row, opaque(pages[rows.slot(row), last // BLOCK]), last
+
+
+def store_key(cache: Buffer, K: Buffer, row: Expr, page: Expr, place: Expr) -> None:
+    """Stores a row's key, float32 of K, in a cache float16 [pages, places, d]."""
+    with T.serial(int(cache.shape[2]) // LANES) as c:
+        store(cache, T.cast(K[row, at(c * LANES)], "float16x16"), page, place, at(c * LANES))
 
 
 def _score_keys(op: SelectKeys, arch: Arch, buffers, pages, last: Expr, place: tuple[Expr, Expr]) -> None:
@@ -187,7 +197,7 @@ def selected_attention(op: SelectedAttention, arch: Arch, name: str, plan: None 
         live = live_rows(state, op.m)
         with T.parallel(live * parts) as task:
             row, first = opaque(task // parts), opaque(task % parts * heads)
-            last = opaque(T.max(T.min(rows.position(row), T.int32(spec.ctx - 1)), T.int32(0)))
+            last = opaque(rows.clamped(row, spec.ctx))
             kv, slot, many = opaque(first // spec.group), opaque(rows.slot(row)), choices(op, last)
             own = opaque(kv // (spec.kv_heads // op.sets))
             count = keys_of(op, many, Ids[row, own * op.used + many - 1], last)

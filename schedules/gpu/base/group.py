@@ -39,8 +39,8 @@ class Group:
         return [self.joined(part, name) for part, (_, name) in zip(parts, words, strict=True)]
 
     def joined(self, part: Buffer, name: str) -> Expr:
-        """What the waves' words come to, in all threads: each lane reads some, and the lanes of a wave join theirs. A
-        read of every word by every thread is so much code that drivers compile it for long."""
+        """The word that the waves' are reduced to, in all threads: each lane reads some, and the lanes of a wave join
+        theirs. A read of every word by every thread is so much code that drivers compile it for long."""
         of_wave, join = REDUCTIONS[name]
         zero = T.cast(T.int32(0), str(part.dtype))
         words = [
@@ -49,7 +49,7 @@ class Group:
         return of_wave(self.arch, T.Bind(functools.reduce(join, words)))
 
     def _dealt(self, part: Buffer) -> list[tuple[Expr, Expr]]:
-        """(index, the word there) of the waves' words that this lane reads; after the last word it is there again."""
+        """(index, the word there) of the waves' words that this lane reads; surplus lanes read the last one."""
         indices = [T.Bind(self.lane + first) for first in range(0, self.waves, self.arch.wave)]
         return [(i, T.Bind(part[T.min(i, T.int32(self.waves - 1))])) for i in indices]
 

@@ -128,9 +128,9 @@ def emit_store(
     arch: Device, layout: str, out: list[Buffer], x: list[Expr], token: Expr, column: Expr, live: Expr | None = None
 ) -> None:
     """Writes a lane's columns of a token in that `layout`. x: float32 registers, columns `column`.. (a multiple of
-    their number), fours of them; with "" and "rows" it may be one. For "rows", at most four, neighbouring lanes hold a
-    block, and all lanes of the wave must call this. live: a condition (the same in all lanes of a block), without which
-    nothing is written."""
+    their number), fours of them; with "" and "rows" it may be one. For "rows" they are four at most, neighbouring lanes
+    hold a block, and all lanes of the wave must call this. live: a condition (the same in all lanes of a block);
+    nothing is written where it is false."""
     word, fields = None, []
     if layout == "rows":
         (word,), fields = quantize_block(arch, x)

@@ -42,7 +42,7 @@ MOST_THREADS = 1024  # of the third launch
 @builds(SelectKeys)
 def select_keys(op: SelectKeys, arch: Device, state: Buffer, plan: None) -> None:
     """Kernel (state, rows, pages, Q, [W], K, Ik, Ids)."""
-    m, d, blocks = op.m, op.d, op.ctx // PAGE
+    m, blocks = op.m, op.ctx // PAGE
     rows, pages = declared("int32", rows=(m, 2), pages=(SLOTS, blocks))
     Q, W, K = declared(**op.shapes())
     (Ik,), (Ids,) = declared("float16", Ik=op.cache_shape()), declared("int32", Ids=(m, op.sets * op.used))
@@ -51,11 +51,7 @@ def select_keys(op: SelectKeys, arch: Device, state: Buffer, plan: None) -> None
     with launch((m,), (arch.wave,)) as (row, lane), if_live(state, m, row):
         last = clamped_position(rows, row, op.ctx)
         with T.If(is_at(rows, row, last)), T.Then():
-            page = T.Bind(pages[row_slot(rows, row), last // PAGE])
-            for first in range(0, d, arch.wave):
-                column = T.Bind(first + lane)
-                with T.If(column < d), T.Then():
-                    put(Ik, T.cast(K[row, T.min(column, T.int32(d - 1))], "float16"), page, last % PAGE, column)
+            store_key(arch, Ik, K, row, (T.Bind(pages[row_slot(rows, row), last // PAGE]), last % PAGE), lane)
         if Counts is not None:
             with T.If(last >= op.used), T.Then(), T.serial(COUNTS // (arch.wave * WIDTH)) as i:
                 zero = T.broadcast(T.int32(0), WIDTH)
@@ -69,6 +65,13 @@ def select_keys(op: SelectKeys, arch: Device, state: Buffer, plan: None) -> None
         position = clamped_position(rows, row, op.ctx)
         last, wanted = T.Bind(position // op.block), choices(op, position)
         _choose(op, Group(arch, lane, wave, waves), (Order, Counts, Ids), (row, own), last, wanted)
+
+
+def store_key(arch: Device, cache: Buffer, K: Buffer, row: Expr, place: tuple[Expr, Expr], lane: Expr) -> None:
+    """A wave stores a row's key, float32 of K, at (page, place in the page) of a cache float16 [pages, places, d]."""
+    for column, valid in _each(int(cache.shape[2]), arch.wave, lane):
+        with when(valid):
+            put(cache, T.cast(K[row, column], "float16"), *place, column)
 
 
 def _order(score: Expr) -> Expr:
@@ -198,8 +201,8 @@ def _score_group(op: SelectKeys, buffers, keys: _Keys, sums: Buffer, place, of: 
 
 
 def _score_blocks(op: SelectKeys, arch: Device, state: Buffer, places, buffers) -> None:
-    """A workgroup of a wave for each block by head, whose threads have its positions in turn, else a thread for each
-    block."""
+    """By head a workgroup of one wave for each block, of which each thread has every so many positions; else a thread
+    for each block."""
     (rows, pages), (Q, Ik, Order), m = places, buffers, op.m
     of_group = 1 if op.by_head else arch.wave
     with launch((-(-op.blocks // of_group), op.sets, m), (arch.wave,)) as (group, own, row, lane):
@@ -277,7 +280,7 @@ def _choose(op: SelectKeys, group: Group, buffers, row: tuple[Expr, Expr], last:
         before = [group.before_wave(count) for count in (counts[0], counts[1])]
         above, equal = (filled(x) for x in before)
         for first, scores in each():
-            # of a wave's scores that are looked at together 16 bits hold how many there are
+            # 16 bits hold the number of scores that a wave looks at together
             flags = [
                 T.Select(x > least, T.int32(1 << 16), T.Select(x == least, T.int32(1), T.int32(0))) for x in scores
             ]

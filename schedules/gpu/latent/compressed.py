@@ -6,13 +6,16 @@ then sums some columns.
 
 from tvm.tirx.script import builder as T
 
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention.attention_step import LOWEST, with_sink
 from mlc_amd.schedules.gpu.attention.cache import UNIT, clamped_position, is_at, place_args, row_slot
-from mlc_amd.schedules.gpu.base.device import barrier, exp2, fma, launch, maximum, rcp, wave_max
+from mlc_amd.schedules.gpu.base.device import exp2, fma, launch, maximum, rcp
+from mlc_amd.schedules.gpu.base.group import Group
 from mlc_amd.schedules.gpu.base.norm import workgroup_sum
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, elements, filled, put
 from mlc_amd.schedules.gpu.base.step import builds, if_live
+from mlc_amd.schedules.gpu.latent.choice import store_key
 from mlc_amd.schedules.operators.attention import PAGE
 from mlc_amd.schedules.operators.indexer import CompressedAttention
 from mlc_amd.schedules.tir import Buffer, Expr, declared
@@ -23,13 +26,16 @@ LEAST = -120  # exponent of a weight
 
 @builds(CompressedAttention)
 def compressed_attention(op: CompressedAttention, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state, rows, pages, Q, K, [C, [Ids]], Sinks, Kc, [Cc], Y). ValueError for more keys than shared memory
+    """Kernel (state, rows, pages, Q, K, [C, [Ids]], Sinks, Kc, [Cc], Y). UserError for more keys than shared memory
     holds the scores of."""
     of, m, d, ratio = op.layer, op.m, op.layer.d, op.ratio
     waves = max(min(THREADS, arch.threads) // arch.wave, 1)
     threads = arch.wave * waves
     if 8 * op.most_keys + 1024 > arch.lds:
-        raise ValueError(f"{op.most_keys} keys: shared memory holds fewer")
+        raise UserError(
+            f"attention to {op.most_keys} keys at once does not fit the shared memory of {arch.name}; compile with a "
+            "smaller --ctx"
+        )
     rows, pages = place_args(m, of)
     Q, K, C = declared(**op.inputs)
     (Ids,), (Sinks,) = declared("int32", Ids=(m, op.used) if op.used else None), declared(Sinks=(of.heads,))
@@ -39,20 +45,17 @@ def compressed_attention(op: CompressedAttention, arch: Device, state: Buffer, p
         last = clamped_position(rows, row, of.ctx)
         with T.If(is_at(rows, row, last)), T.Then():
             page = T.Bind(pages[row_slot(rows, row), last // PAGE])
-            for first in range(0, d, arch.wave):
-                column = T.Bind(first + lane)
-                with T.If(column < d), T.Then():
-                    own = T.min(column, T.int32(d - 1))
-                    put(Kc, T.cast(K[row, own], "float16"), page, last % PAGE, column)
-                    if ratio:
-                        with T.If((last + 1) % ratio == 0), T.Then():
-                            put(Cc, T.cast(C[row, own], "float16"), page, last % PAGE // ratio, column)
+            store_key(arch, Kc, K, row, (page, last % PAGE), lane)
+            if ratio:
+                with T.If((last + 1) % ratio == 0), T.Then():
+                    store_key(arch, Cc, C, row, (page, last % PAGE // ratio), lane)
     with launch((of.heads, m), (arch.wave, waves)) as (head, row, lane, wave), if_live(state, m, row):
-        thread, last = T.Bind(wave * arch.wave + lane), clamped_position(rows, row, of.ctx)
+        group, last = Group(arch, lane, wave, waves), clamped_position(rows, row, of.ctx)
+        thread = group.tid
         slot, near = row_slot(rows, row), T.Bind(T.min(last + 1, T.int32(of.window)))
         scores = T.alloc_buffer((op.most_keys,), "float32", scope="shared")
         places = T.alloc_buffer((op.most_keys,), "int32", scope="shared")
-        parts = [T.alloc_buffer((waves,), "float32", scope="shared") for _ in range(2)]
+        part = T.alloc_buffer((waves,), "float32", scope="shared")
         top = filled(T.float32(LOWEST))
 
         def score(cache: Buffer, number: Expr, position: Expr, of_page: int, every: int, seen: Expr) -> None:
@@ -86,22 +89,15 @@ def compressed_attention(op: CompressedAttention, arch: Device, state: Buffer, p
                 score(Cc, near + number, position, op.caches["ck"][1], ratio, seen)
 
             each(far, of_block)
-        best = wave_max(arch, T.Bind(top[0]))
-        with T.If(lane == 0), T.Then():
-            put(parts[0], best, wave)
-        barrier()
-        largest, total = filled(T.float32(LOWEST)), filled(T.float32(0))
-        with T.serial(waves) as i:
-            put(largest, maximum(largest[0], parts[0][i]), 0)
-
+        largest, total = T.Bind(group.reduce((top[0], "max"))[0]), filled(T.float32(0))
         with T.serial((count + (threads - 1)) // threads) as step:
             number = T.Bind(step * threads + thread)
-            exponent = T.Bind(scores[T.min(number, count - 1)] - largest[0])
+            exponent = T.Bind(scores[T.min(number, count - 1)] - largest)
             with T.If(number < count), T.Then():
                 weight = T.Bind(T.Select(exponent < LEAST, T.float32(0), exp2(maximum(exponent, T.float32(LEAST)))))
                 put(scores, weight, number)
                 put(total, total[0] + weight, 0)
-        inverse = rcp(with_sink(Sinks, head, workgroup_sum(arch, waves, total[0], parts[1], wave, lane), largest[0], 0))
+        inverse = rcp(with_sink(Sinks, head, workgroup_sum(arch, waves, total[0], part, wave, lane), largest, 0))
         for first in range(0, d, threads):
             column, result = T.Bind(T.min(first + thread, T.int32(d - 1))), filled(T.float32(0))
 

@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.choices import choices, keys_of
 from mlc_amd.schedules.gpu.attention.attention_step import LOWEST, Step, with_sink
 from mlc_amd.schedules.gpu.attention.cache import KEYS, UNIT, Cache, clamped_position, place_args, row_slot
-from mlc_amd.schedules.gpu.base.device import barrier, exp2, fma, launch, maximum, rcp, wave_max
+from mlc_amd.schedules.gpu.base.device import barrier, exp2, fma, launch, maximum, rcp
+from mlc_amd.schedules.gpu.base.group import Group
 from mlc_amd.schedules.gpu.base.norm import workgroup_sum
 from mlc_amd.schedules.gpu.base.profiles import Device, Profile
 from mlc_amd.schedules.gpu.base.registers import at, elements, filled, put
@@ -44,7 +46,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(op: SelectedAttention, arch: Device) -> Shape:
-    """The most heads for which shared memory holds the scores. ValueError if it does not those of one."""
+    """The most heads for which shared memory holds the scores. UserError if it does not hold those of one."""
     for heads in range(HEADS, 0, -1):
         if op.layer.group % heads == 0:
             groups = op.layer.heads // heads * op.m
@@ -52,12 +54,15 @@ def shape_of(op: SelectedAttention, arch: Device) -> Shape:
             shape = Shape(heads, splits, max(LEAST, -(-op.most_keys // splits)))
             if shape.lds_bytes() <= arch.lds:
                 return shape
-    raise ValueError(f"{op.most_keys} keys: shared memory holds fewer")
+    raise UserError(
+        f"attention to {op.most_keys} chosen keys does not fit the shared memory of {arch.name}; compile with a "
+        "smaller --ctx, or for another target"
+    )
 
 
 @builds(SelectedAttention)
 def selected_attention(op: SelectedAttention, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state, rows, pages, Qo, Ids, Kc, [Vc], [Sinks], Y). ValueError for more keys than shared memory holds the
+    """Kernel (state, rows, pages, Qo, Ids, Kc, [Vc], [Sinks], Y). UserError for more keys than shared memory holds the
     scores of."""
     spec, m, tile = op.layer, op.m, selected_tiles.plan_for(op, arch)
     rows, pages = place_args(m, spec)
@@ -142,9 +147,9 @@ class _Work:
     """What a workgroup does for its heads of a row: buffers (queries, cache, sinks), of: (row, first head, KV head)."""
 
     def __init__(self, op: SelectedAttention, arch: Device, shape: Shape, waves: int, buffers, of, place):
-        self.spec, self.arch, self.heads, self.waves = op.layer, arch, shape.heads, waves
-        (self.Q, self.cache, _), (self.row, self.head, self.kv), (self.lane, self.wave) = buffers, of, place
-        self.threads, self.thread = arch.wave * waves, T.Bind(self.wave * arch.wave + self.lane)
+        (self.Q, self.cache, _), (self.row, self.head, self.kv), (lane, wave) = buffers, of, place
+        self.spec, self.heads, self.group = op.layer, shape.heads, Group(arch, lane, wave, waves)
+        self.threads, self.thread = self.group.threads, self.group.tid
         self.scores = T.alloc_buffer((shape.heads, shape.keys), "float32", scope="shared")
         self.places = T.alloc_buffer((shape.keys,), "int32", scope="shared")
 
@@ -172,24 +177,19 @@ class _Work:
                 for h in range(self.heads):
                     put(scores, product[h], h, number)
                     put(top, maximum(top[h], product[h]), h)
-        tops, totals = [], []
+        tops, totals, group = [], [], self.group
         for h in range(self.heads):
-            parts = [T.alloc_buffer((self.waves,), "float32", scope="shared") for _ in range(2)]
-            best, largest, total = wave_max(self.arch, T.Bind(top[h])), filled(T.float32(LOWEST)), filled(T.float32(0))
-            with T.If(self.lane == 0), T.Then():
-                put(parts[0], best, self.wave)
-            barrier()
-            with T.serial(self.waves) as i:
-                put(largest, maximum(largest[0], parts[0][i]), 0)
+            part = T.alloc_buffer((group.waves,), "float32", scope="shared")
+            largest, total = T.Bind(group.reduce((top[h], "max"))[0]), filled(T.float32(0))
             with T.serial(steps) as step:
                 number = T.Bind(step * threads + thread)
                 score = T.Bind(scores[h, T.min(number, count - 1)])
                 with T.If(number < count), T.Then():
-                    weight = exp2(maximum(score - largest[0], T.float32(-120)))
+                    weight = exp2(maximum(score - largest, T.float32(-120)))
                     put(scores, weight, h, number)
                     put(total, total[0] + weight, 0)
-            totals.append(workgroup_sum(self.arch, self.waves, total[0], parts[1], self.wave, self.lane))
-            tops.append(T.Bind(largest[0]))
+            totals.append(workgroup_sum(group.arch, group.waves, total[0], part, group.wave, group.lane))
+            tops.append(largest)
         return tops, totals
 
     def sums(self, count: Expr):

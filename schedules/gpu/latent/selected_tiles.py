@@ -51,7 +51,7 @@ class Chosen(Cache):
 
 
 def plan_for(op: SelectedAttention, arch: Device) -> LatentDecodePlan | None:
-    """None where there is none: another kernel must do it."""
+    """None where no plan fits: another kernel must compute it."""
     if op.block > 1 or not op.layer.values:
         return None
     plan = plan_of(op.layer, op.m, arch)
@@ -69,7 +69,7 @@ def splits_of(op: SelectedAttention, plan: LatentDecodePlan, arch: Profile) -> i
 
 
 def emit(op: SelectedAttention, step: Step, Ids: Buffer, arch: Profile, plan: LatentDecodePlan) -> None:
-    """The launches. step: of rows of which each is a single one."""
+    """The launches. step: all of its rows are single ones."""
     layer, m, splits = op.layer, op.m, splits_of(op, plan, arch)
     heads, parts, size = layer.heads, -(-layer.heads // plan.rows), part_size(plan, layer)
     Parts = T.alloc_buffer((m * splits * parts * size,), "float32") if splits > 1 else None

@@ -157,7 +157,7 @@ def test_kernels_of_an_image_encoder(command, tmp_path):
 
 
 def test_a_run_goes_on_and_compile_uses_it(command, cache, capsys, monkeypatch, tmp_path):
-    """Of the model's tasks a few will do."""
+    """A few of the model's tasks are enough."""
     whole = SUBJECT(None, QUICK[1], TargetOptions(target="cpu", ctx=64), None)
     chosen = [task for task in whole.tasks if "decode" in task.calls and task.workload.name == "linear"][:2]
     monkeypatch.setattr(tune.Subject, "of", lambda *args: replace(whole, tasks=chosen))
@@ -218,7 +218,7 @@ def test_nothing_measured_is_no_success(cache, capsys, monkeypatch, tokens, erro
 
 
 def test_what_could_not_be_verified_is_said_and_not_called_wrong(command, cache, monkeypatch):
-    """As where nothing can run the kernels of a GPU. Of the model's tasks a few will do."""
+    """As where nothing can run the kernels of a GPU. A few of the model's tasks are enough."""
     whole = SUBJECT(None, SPEC[1], TargetOptions(target="rocm", arch="gfx1100", ctx=64), None)
     linears = [task for task in whole.tasks if task.workload.name == "linear" and task.workload.m == 64][:4]
     monkeypatch.setattr(tune.Subject, "of", lambda *args: replace(whole, tasks=linears))
