@@ -19,6 +19,7 @@ from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows
 from mlc_amd.schedules.cpu.base.vector import (
     LANES,
     at,
+    dtype,
     exp2,
     f32,
     i32,
@@ -35,6 +36,7 @@ from mlc_amd.schedules.operators.indexer import SelectedAttention, SelectKeys
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 LOWEST = -(1 << 31)  # in the place of the scores of keys that a row does not see
+MOST = (1 << 31) - 1  # the same of blocks that are chosen in any case
 FAR = -1e30  # the same in attention
 MAX_HEADS = 16  # of a task
 
@@ -84,6 +86,12 @@ def store_key(cache: Buffer, K: Buffer, row: Expr, page: Expr, place: Expr) -> N
         store(cache, T.cast(K[row, at(c * LANES)], "float16x16"), page, place, at(c * LANES))
 
 
+def _order(scores: Expr, n: int) -> Expr:
+    """n int32 that are larger where the float32 scores are."""
+    bits = T.Bind(T.reinterpret(dtype("int32", n), scores))
+    return T.Select(bits < i32(0, n), bits ^ i32(MOST, n), bits)
+
+
 def _score_keys(op: SelectKeys, arch: Arch, buffers, pages, last: Expr, place: tuple[Expr, Expr]) -> None:
     """The scores of a block of the cache. place: (row, number of the block)."""
     (Q, W, Ik, Order), (table, slot), (row, block) = buffers, pages, place
@@ -108,8 +116,7 @@ def _score_keys(op: SelectKeys, arch: Arch, buffers, pages, last: Expr, place: t
                 positive = T.Bind(T.max(product[at(0)], f32(0.0)))
                 store(total, total[at(0)] + splat(W[row, head]) * positive, at(0))
         for i, total in enumerate(totals):
-            bits = T.Bind(T.reinterpret("int32x16", total[at(0)]))
-            order = T.Select(bits < i32(0), bits ^ i32(0x7FFFFFFF), bits)
+            order = _order(total[at(0)], LANES)
             key = block * BLOCK + i * LANES
             store(Order, T.Select(at(key) <= splat(last), order, i32(LOWEST)), row, 0, at(key))
 
@@ -140,9 +147,7 @@ def _score_block(op: SelectKeys, arch: Arch, buffers, pages, last: Expr, place: 
             with T.serial(op.heads) as head:
                 store(score, score[0] + T.max(product(head, newest), T.float32(0)), 0)
             forced = (number + 1) * op.block - 1 > last
-        bits = T.Bind(T.reinterpret("int32", score[0]))
-        order = T.Select(bits < 0, bits ^ T.int32(0x7FFFFFFF), bits)
-        store(Order, T.Select(forced, T.int32(0x7FFFFFFF), order), row, own, number)
+        store(Order, T.Select(forced, i32(MOST, 1), _order(score[0], 1)), row, own, number)
 
 
 def _choose(op: SelectKeys, Order: Buffer, Ids: Buffer, row: tuple[Expr, Expr], last: Expr, wanted: Expr) -> None:

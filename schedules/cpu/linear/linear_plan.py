@@ -39,10 +39,10 @@ class PrefillPlan:
 
     tokens      rows whose sums are in registers at once, at most a tile of the activations; float formats: at most
                 FLOAT_TOKENS; 0: sums of more than UNROLLED rows are in memory
-    interleave  of these, rows whose int8 dot products are interleaved, a divisor of `tokens`: independent sums hide the
-                latency of multiply-add instructions where the out-of-order window is too short; float formats: of no
-                effect; formats with two scales a block: at most 2 with sums in registers, for they need more of them
-                and have two dot products for each row to begin with
+    interleave  of these, or of those with sums in memory, rows whose int8 dot products are interleaved, a divisor of
+                `tokens`: independent sums hide the latency of multiply-add instructions where the out-of-order window
+                is too short; float formats: of no effect; formats with two scales a block: at most 2 with sums in
+                registers, for they need more of them and have two dot products for each row to begin with
     task        KB of weights of a task, unpacked ones if they are: a share of the L2 cache
     tasks       tasks below which they become smaller than `task`; gate/up: its tasks are always 32 rows of both weights
     unpack      tiles of tokens from which on int8 weights of a task are unpacked once for all of them, and not for

@@ -44,11 +44,11 @@ class Group:
         of_wave, join = REDUCTIONS[name]
         zero = T.cast(T.int32(0), str(part.dtype))
         words = [
-            T.Select(index < self.waves, word, zero) if name == "sum" else word for index, word in self._dealt(part)
+            T.Select(index < self.waves, word, zero) if name == "sum" else word for index, word in self._words(part)
         ]
         return of_wave(self.arch, T.Bind(functools.reduce(join, words)))
 
-    def _dealt(self, part: Buffer) -> list[tuple[Expr, Expr]]:
+    def _words(self, part: Buffer) -> list[tuple[Expr, Expr]]:
         """(index, the word there) of the waves' words that this lane reads; surplus lanes read the last one."""
         indices = [T.Bind(self.lane + first) for first in range(0, self.waves, self.arch.wave)]
         return [(i, T.Bind(part[T.min(i, T.int32(self.waves - 1))])) for i in indices]
@@ -70,7 +70,7 @@ class Group:
         (part,) = self.of_waves(of_wave)
 
         def below(wave: Expr | int) -> Expr:
-            words = [T.Select(index < wave, word, T.int32(0)) for index, word in self._dealt(part)]
+            words = [T.Select(index < wave, word, T.int32(0)) for index, word in self._words(part)]
             return wave_sum(self.arch, T.Bind(functools.reduce(lambda a, b: a + b, words)))
 
         return below(self.wave), below(self.waves)

@@ -35,10 +35,11 @@ def owned(first: Expr, mine: Expr, threads: int, count: int) -> tuple[Expr, Expr
     return T.min(place, T.int32(count - 1)), place < count
 
 
-def dealt(total: int, thread: Expr, threads: int) -> Iterator[Expr]:
-    """The numbers of what a thread has of `total`; surplus threads repeat the last one."""
-    for first in range(0, total, threads):
-        yield T.Bind(owned(first, thread, threads, total)[0])
+def each_owned(mine: Expr, threads: int, count: int) -> Iterator[tuple[Expr, Expr | None]]:
+    """What thread `mine` has of `count`, one after the other, each as of `owned`."""
+    for first in range(0, count, threads):
+        place, valid = owned(first, mine, threads, count)
+        yield T.Bind(place), valid
 
 
 def at(base: Expr, n: int) -> Expr:

@@ -22,7 +22,7 @@ from mlc_amd.schedules.gpu.base.device import barrier, fma, launch, maximum, uni
 from mlc_amd.schedules.gpu.base.group import Group
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
-from mlc_amd.schedules.gpu.base.registers import at, elements, filled, local, owned, put
+from mlc_amd.schedules.gpu.base.registers import at, each_owned, elements, filled, local, put
 from mlc_amd.schedules.gpu.base.step import builds, if_live, is_live, kept, once, when
 from mlc_amd.schedules.operators.attention import PAGE, SLOTS
 from mlc_amd.schedules.operators.indexer import SelectKeys
@@ -69,7 +69,7 @@ def select_keys(op: SelectKeys, arch: Device, state: Buffer, plan: None) -> None
 
 def store_key(arch: Device, cache: Buffer, K: Buffer, row: Expr, place: tuple[Expr, Expr], lane: Expr) -> None:
     """A wave stores a row's key, float32 of K, at (page, place in the page) of a cache float16 [pages, places, d]."""
-    for column, valid in _each(int(cache.shape[2]), arch.wave, lane):
+    for column, valid in each_owned(lane, arch.wave, int(cache.shape[2])):
         with when(valid):
             put(cache, T.cast(K[row, column], "float16"), *place, column)
 
@@ -82,13 +82,6 @@ def _order(score: Expr) -> Expr:
 
 def _first_digit(order: Expr) -> Expr:
     return T.shift_right(order, T.int32(DIGITS[0][0])) + COUNTS // 2
-
-
-def _each(count: int, threads: int, tid: Expr) -> Iterator[tuple[Expr, Expr | None]]:
-    """(A number below count, whether there is one; None: each thread has one) of those that a thread has."""
-    for first in range(0, count, threads):
-        own, valid = owned(first, tid, threads, count)
-        yield T.Bind(own), valid
 
 
 class _Keys:
@@ -106,13 +99,13 @@ class _Keys:
     def load(self, place: Callable[[Expr], tuple[Expr, Expr]], column: Expr) -> None:
         """Starts the loads of the columns from that one on into registers. place(number): page of a key, and where it
         is there."""
-        for i, (own, _) in enumerate(_each(self.size * self.units, self.threads, self.tid)):
+        for i, (own, _) in enumerate(each_owned(self.tid, self.threads, self.size * self.units)):
             page, there = place(own // self.units)
             unit = T.Bind(self.Ik[page, there, at(column + own % self.units * UNIT, UNIT)])
             put(self.loaded, T.reinterpret(f"uint32x{WORDS}", unit), at(i * WORDS, WORDS))
 
     def store(self) -> None:
-        for i, (own, valid) in enumerate(_each(self.size * self.units, self.threads, self.tid)):
+        for i, (own, valid) in enumerate(each_owned(self.tid, self.threads, self.size * self.units)):
             unit = T.reinterpret(f"float16x{UNIT}", self.loaded[at(i * WORDS, WORDS)])
             with when(valid):
                 put(self.buffer, unit, own // self.units, at(own % self.units * UNIT, UNIT))
@@ -157,7 +150,7 @@ def _score_keys(op: SelectKeys, arch: Device, state: Buffer, places, buffers) ->
                     return T.Bind(pages[slot, key // PAGE]), T.Bind(key % PAGE)
 
                 _score_group(op, (Q, W), keys, sums, place, (row, wave, lane))
-                for number, valid in _each(size, threads, tid):
+                for number, valid in each_owned(tid, threads, size):
                     total = sums[0, number]
                     for i in range(1, waves):
                         total = total + sums[i, number]

@@ -188,7 +188,7 @@ class CoopGemm(SteppedGemm[CoopTile]):
 
     def _places(self, rows: int, per_row: int) -> Iterator[tuple[Expr, Expr]]:
         """(row, number in the row) of each piece that this thread stages."""
-        for c in self._dealt(rows * per_row):
+        for c in self._staged(rows * per_row):
             yield T.Bind(c // per_row), T.Bind(c % per_row)
 
     def _fetch_acts(self, work: TileWork, step: Expr) -> list[tuple[Expr, list[Expr]]]:

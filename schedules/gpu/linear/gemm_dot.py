@@ -160,13 +160,13 @@ class _RegisterGemm(SteppedGemm[DotTile]):
     def _x_pieces(self) -> Iterator[tuple[Expr, Expr]]:
         """Token and first column of each run of eight activations that this thread stages."""
         runs = self.columns // 8
-        for c in self._dealt(self.tile.tokens * runs):
+        for c in self._staged(self.tile.tokens * runs):
             yield c // runs, c % runs * 8
 
     def _w_pieces(self) -> Iterator[tuple[Expr, Expr, Expr]]:
         """Row, block and part of each piece of a weight that this thread stages."""
         pieces = self.columns // PIECE
-        for c in self._dealt(self.tile.rows * pieces):
+        for c in self._staged(self.tile.rows * pieces):
             yield c // pieces, c % pieces // 2, c % 2
 
 
@@ -194,17 +194,17 @@ class DotGemm(_RegisterGemm):
 
     def _fetch_acts(self, work: TileWork, step: Expr) -> list[list[Expr]]:
         (A, S), tokens = work.acts, self.tile.tokens
-        words = [T.Bind(A[work.token0 + c // 2, step, at(c % 2 * 4, 4)]) for c in self._dealt(tokens * 2)]
-        return [words, [T.Bind(S[work.token0 + c, step, at(0, FIELDS)]) for c in self._dealt(tokens)]]
+        words = [T.Bind(A[work.token0 + c // 2, step, at(c % 2 * 4, 4)]) for c in self._staged(tokens * 2)]
+        return [words, [T.Bind(S[work.token0 + c, step, at(0, FIELDS)]) for c in self._staged(tokens)]]
 
     def _fetch_piece(self, weight: Weight, row: Expr, block: Expr, part: Expr) -> load.Unit:
         return load.fetch(weight.fmt, weight.planes, row, block, 1, load.Part(part, 2))
 
     def _stage(self, work: TileWork, loaded: Loaded) -> None:
         (words, fields), weights = loaded
-        for c, x in zip(self._dealt(self.tile.tokens * 2), words, strict=True):
+        for c, x in zip(self._staged(self.tile.tokens * 2), words, strict=True):
             put(self.x_lds, x, at(c // 2 * self.ld + c % 2 * 4, 4))
-        for c, s in zip(self._dealt(self.tile.tokens), fields, strict=True):
+        for c, s in zip(self._staged(self.tile.tokens), fields, strict=True):
             put(self.s_lds, s, at(c * FIELDS, FIELDS))
         for w, pieces in enumerate(weights):
             fmt = work.weights[w].fmt

@@ -18,7 +18,7 @@ from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.gpu.base.device import barrier
 from mlc_amd.schedules.gpu.base.planes import Planes, padded
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.registers import dealt
+from mlc_amd.schedules.gpu.base.registers import each_owned
 from mlc_amd.schedules.gpu.base.step import live_rows
 from mlc_amd.schedules.gpu.linear import load
 from mlc_amd.schedules.gpu.linear.deferred_norm import CompletedNorm, RowFactors, Units
@@ -157,9 +157,9 @@ class Gemm(ABC, Generic[TileT]):
         """Bytes that a thread has in flight. ValueError for a tile that is not worth measuring: a thread would hold or
         unroll too much."""
 
-    def _dealt(self, total: int) -> Iterator[Expr]:
+    def _staged(self, total: int) -> Iterator[Expr]:
         """Numbers of what this thread stages, of `total`; surplus threads repeat the last one."""
-        return dealt(total, self.thread, self.threads)
+        return (number for number, _ in each_owned(self.thread, self.threads, total))
 
     def row_tiles(self, rows: int) -> int:
         return -(-rows // self.tile.rows)

@@ -113,7 +113,7 @@ class StagedGemm(LaneGemm):
         anything where bodies are whole: none has these."""
         ((X,), tile0) = work.acts, work.token0 // TOKENS
         held, loaded = T.Bind(T.min(group, T.int32(self.groups - 1))), []
-        for c in self._dealt(self.buffer):
+        for c in self._staged(self.buffer):
             tile = self._existing(tile0 + c // TILE_UNITS)
             x = T.Bind(X[T.Bind(tile), held, at(T.Bind(c % TILE_UNITS * RUN), RUN)])
             x = T.Bind(T.reinterpret("uint32x4", x))
@@ -125,7 +125,7 @@ class StagedGemm(LaneGemm):
 
     def _stage(self, loaded: list[Expr], number: int) -> None:
         """To buffer number 0 or 1."""
-        for c, unit in zip(self._dealt(self.buffer), loaded, strict=True):
+        for c, unit in zip(self._staged(self.buffer), loaded, strict=True):
             T.buffer_store(self.lds, unit, [c + number * self.buffer])
 
 

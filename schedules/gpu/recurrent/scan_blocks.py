@@ -22,7 +22,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.device import barrier, fma, shuffle, shuffle_xor
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.registers import Held, dealt, filled, lane_of, local, put, vector
+from mlc_amd.schedules.gpu.base.registers import Held, each_owned, filled, lane_of, local, put, vector
 from mlc_amd.schedules.gpu.base.step import live_rows, opaque_zero
 from mlc_amd.schedules.gpu.recurrent.lane_rows import LANES, load_row, store_row, width_of
 from mlc_amd.schedules.operators import DeltaNet, SsmScan
@@ -259,7 +259,7 @@ class Scan:
 
         def load(block: Expr) -> list[Expr]:
             found = []
-            for piece in dealt(pieces, self.thread, self.threads):
+            for piece, _ in each_owned(self.thread, self.threads, pieces):
                 row = T.Bind(self.first + T.min(block * LANES + piece // per_row, last))
                 c = T.Bind(piece % per_row)
                 column = T.Bind(T.Select(c < half, q_at, k_at - size) + c * width)
@@ -267,7 +267,7 @@ class Scan:
             is_single = self.first < self.single_rows
             step, origin = T.Select(is_single, T.int32(LANES), T.int32(1)), T.Select(is_single, self.first, self.base)
             number = T.Bind(T.min(origin + block * step, T.int32(int(Factors.shape[0]) - 1)))
-            for quad in dealt(quads, self.thread, self.threads):
+            for quad, _ in each_owned(self.thread, self.threads, quads):
                 per = self.factors // QUAD
                 found += load_row(Factors, (number, head, quad // per), T.Bind(quad % per * QUAD), QUAD)
             return found + list(fetch(T.Bind(self.first + T.min(block * LANES + self.i, last))))
@@ -276,9 +276,9 @@ class Scan:
         with T.serial(count) as block:
             barrier()
             held = iter(ahead.values())
-            for piece in dealt(pieces, self.thread, self.threads):
+            for piece, _ in each_owned(self.thread, self.threads, pieces):
                 put(self.lds, vector([next(held) for _ in range(width)]), piece)
-            for quad in dealt(quads, self.thread, self.threads):
+            for quad, _ in each_owned(self.thread, self.threads, quads):
                 put(self.row_factors, vector([next(held) for _ in range(QUAD)]), quad)
             barrier()
             ahead.keep(load(T.Bind(T.min(block + 1, count - 1))))
