@@ -121,14 +121,25 @@ class TensorDevice(SeveralGpus):
 
     def run(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
         beside, self._beside = self._beside, ""
-        if self.can_start_ahead(function):
+        if beside and not self._in_step(beside, function):
             self._in_turn(beside)
+            beside = ""
+        if self.can_start_ahead(function):
             self.start(function, meanwhile)
             self.wait()
             return
         if meanwhile:
             meanwhile()
         self._in_turn(beside, function)
+
+    def _in_step(self, first: str, second: str) -> bool:
+        """Whether segments of both end at the same layers: functions of few rows exchange them within segments."""
+
+        def inside(names: Sequence[str]) -> list[int]:
+            return [sum(count for count, _ in self._rounds[name]) for name in names]
+
+        cut = self._segments[first][:-1]
+        return inside(cut) == inside(self._segments[second][: len(cut)])
 
     def run_plain(self, function: str) -> None:
         """Of one of the GPUs; the others compute as usual."""

@@ -99,6 +99,18 @@ def test_halves_of_a_chunk_are_computed_side_by_side(two, monkeypatch):
     np.testing.assert_array_equal(*found)
 
 
+def test_chunks_are_computed_side_by_side_only_with_functions_that_are_cut_at_the_same_layers(two, monkeypatch):
+    """Else layers of the second would read keys that the first has not written."""
+    device, turns = two.device, []
+    monkeypatch.setattr(device, "_in_turn", lambda *functions: turns.append(functions))
+    device.run_beside("prefill_32")
+    device.run("prefill_64")
+    monkeypatch.setitem(device._rounds, "prefill_64", [[2, 64]])  # two layers exchange rows within the first segment
+    device.run_beside("prefill_32")
+    device.run("prefill_64")
+    assert turns == [("prefill_32@", "prefill_64"), ("prefill_32@",), ("", "prefill_64")]
+
+
 def test_all_gpus_hold_the_same_rows(two):
     two.reset()
     two.prefill(PROMPTS[4])
