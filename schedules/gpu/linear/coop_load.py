@@ -51,10 +51,14 @@ def fetch(fmt: Format, planes: Planes, row: Expr, unit: Expr, span: int) -> Fetc
 def runs(arch: Device, fmt: Format, fetched: Fetched, span: int) -> list[Expr]:
     """float16x8 registers: the runs 0 to 3 of each of the unit's blocks."""
     if isinstance(fetched, list):
-        columns = [half for x in fetched for half in _halves(fmt, x)]
+        columns = _columns(fmt, fetched)
         return [_run(columns[b * BLOCK : (b + 1) * BLOCK], j) for b in range(span) for j in range(RUNS)]
     decoders = [decoder(arch, fmt, fetched, b) for b in range(span)]
     return [run(j) for run in decoders for j in range(RUNS)]
+
+
+def _columns(fmt: Format, fetched: Sequence[Expr]) -> list[Expr]:
+    return [half for x in fetched for half in _halves(fmt, x)]
 
 
 def _run(columns: Sequence[Expr], j: int) -> Expr:
@@ -80,7 +84,8 @@ def decoder(
     """run(j): run number j, an int or of codes in a register, of a block of a fetched unit, as float16x8. exponents: of
     `hidden`."""
     if isinstance(fetched, list):
-        return runs(arch, fmt, fetched, 1).__getitem__
+        columns = _columns(fmt, fetched)
+        return lambda j: _run(columns, j)
     exponents = [T.uint32(bits) if isinstance(bits, int) else bits for bits in exponents]
     scales = load.scales(fmt, fetched, block)
     words, permutes = load.block_words(fetched, block), arch.api == "rocm"

@@ -97,8 +97,7 @@ class MatrixGemm(Gemm[MatrixTile]):
 
     def allocate(self, thread: Expr) -> None:
         tile, lanes, self.thread = self.tile, self.arch.wave, thread
-        self.lane, wave = T.Bind(thread % lanes), uniform(self.arch, thread // lanes)
-        self.wave = wave
+        self.wave = wave = uniform(self.arch, thread // lanes)
         self.wave_m = T.Bind(wave % tile.waves_m * (self.tiles_m * SIDE))
         self.wave_n = T.Bind(wave // tile.waves_m % tile.waves_n * (self.tiles_n * SIDE))
         self.wave_k = T.Bind(wave // (tile.waves_m * tile.waves_n))
@@ -111,6 +110,8 @@ class MatrixGemm(Gemm[MatrixTile]):
             self.factor_units = Units(self.lds, lambda wave, i: T.Bind(wave * self.own + (self.handed + i)))
 
     def emit(self, work: TileWork) -> None:
+        # LLVM would compute what the tiles of several segments have in common before them, and keep it in their loops
+        self.lane = T.Bind(computed_here(self.arch, T.Bind(self.thread % self.arch.wave)))
         self.matrices.clear()
         self._sum_up(work)
         if work.factors is not None:
@@ -181,7 +182,7 @@ class MatrixGemm(Gemm[MatrixTile]):
         first, *others = self._batches()
         x = load(*first)
         if self.unit.whole:
-            self._exchange(runs)
+            self._exchange(runs, work.has_floats)
         for (piece, tiles), following in zip([first, *others], [*others, None], strict=True):
             if tiles[0] == 0:
                 a = [self._weights(run, i, *piece) for i, run in enumerate(runs)]
@@ -226,10 +227,13 @@ class MatrixGemm(Gemm[MatrixTile]):
 
         return load
 
-    def _exchange(self, runs: list) -> None:
-        """Each half of the wave hands its runs to the other half."""
+    def _exchange(self, runs: list[Run], floats: bool) -> None:
+        """Each half of the wave hands its runs to the other half. Of floats LLVM would convert all rows at once, which
+        spills registers."""
         wave_meets(self.arch)
         for i, run in enumerate(runs):
+            if floats:
+                schedule_fence(NONE)
             for j in range(RUNS):
                 put(self.lds, T.reinterpret("uint32x4", run(j)), self._run_place(i, self.lane // SIDE, j))
         wave_meets(self.arch)

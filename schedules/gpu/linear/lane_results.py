@@ -30,7 +30,10 @@ SUMS = 128  # of a lane, at most
 # takes more registers, and half as many threads are resident.
 SHARED = 80
 
+EARLY = 1, 2  # results of a thread whose loads may come before all sums
+Pass = tuple[int, int]  # first row tile, first token tile of the sums that are in shared memory at once
 Place = tuple[Expr, Expr, Expr]  # of four rows of sums in shared memory: subgroup, token, number within that
+Owned = tuple[Place, Expr, Expr]  # four rows: their place, token, first row
 
 
 @dataclass(frozen=True)
@@ -116,8 +119,10 @@ class LaneResults(Gemm[LaneTile]):
         """Adds up the sums and stores them."""
         rows, tokens = range(0, self.tiles_n, self.rows_at_once), range(0, self.tiles_m, self.at_once)
         passes = [(i, j) for i in rows for j in tokens]
-        if work.early and self._is_whole(work.rows) and len(passes) * self.per_pass == self.threads:
-            return self._finish_one(work, passes)
+        together = self.threads // self.per_pass  # passes in which each thread has one result
+        loads = len(passes) / together if together * self.per_pass == self.threads else 0
+        if work.early and self._is_whole(work.rows) and loads in EARLY:
+            return self._finish_early(work, [passes[i : i + together] for i in range(0, len(passes), together)])
         for number, (i, j) in enumerate(passes):
             if number:
                 barrier()
@@ -128,7 +133,7 @@ class LaneResults(Gemm[LaneTile]):
         """Whether all rows and tokens of every tile exist."""
         return not (rows % self.tile.rows or self.m % self.tile.tokens)
 
-    def _place(self, work: TileWork, c: Expr, first_row: Expr, first: Expr) -> tuple[Place, Expr, Expr]:
+    def _place(self, work: TileWork, c: Expr, first_row: Expr, first: Expr) -> Owned:
         """Of number c of these units (its place, its token, its row)."""
         tile, per_wave = self.tile, self.at_once * TOKENS * self.quads
         wave, own = T.Bind(c // per_wave), T.Bind(c % per_wave)
@@ -147,12 +152,22 @@ class LaneResults(Gemm[LaneTile]):
             parts.append(T.reinterpret("float32x4", T.Bind(self.lds[unit])))
         return T.Bind(sum(parts[1:], parts[0]))
 
-    def _finish_one(self, work: TileWork, passes: list[tuple[int, int]]) -> None:
-        """Each thread has one result, of one of the passes. What it loads besides need not wait for the sums."""
-        mine = T.Bind(self.thread // self.per_pass)
-        first_row, first = (chosen([T.int32(x) for x in each], mine) for each in zip(*passes, strict=True))
-        place, target, row = self._place(work, T.Bind(self.thread % self.per_pass), first_row, first)
-        loaded = _early(work, target, row)
+    def _finish_early(self, work: TileWork, groups: list[list[Pass]]) -> None:
+        """Each thread has one result of each group, in one of its passes. What it loads besides need not wait for the
+        sums."""
+        mine, found = T.Bind(self.thread // self.per_pass), []
+        for group in groups:
+            first_row, first = (chosen([T.int32(x) for x in each], mine) for each in zip(*group, strict=True))
+            owned = self._place(work, T.Bind(self.thread % self.per_pass), first_row, first)
+            found.append((owned, _early(work, *owned[1:])))
+        for number, (group, (owned, loaded)) in enumerate(zip(groups, found, strict=True)):
+            if number:
+                barrier()
+            self._finish_group(work, group, mine, owned, loaded)
+
+    def _finish_group(self, work: TileWork, passes: list[Pass], mine: Expr, owned: Owned, loaded: list[tuple]) -> None:
+        """mine: the pass with the thread's result; owned: its place, token and row."""
+        place, target, row = owned
         cells = [[local(1) for _ in range(QUAD)] for _ in range(self.weights)]
         for number, (i, j) in enumerate(passes):
             if number:

@@ -95,8 +95,9 @@ def test_linear(name):
     assert error(got[:, :n], expected) < tolerance(fmt)
 
 
-@pytest.mark.parametrize("tile", [LaneTile(8, 16, 1, 1, 1), LaneTile(32, 32, 1, 1, 8)])  # one and two passes
-def test_one_result_of_a_thread(tile):
+# one result of a thread in one and in two passes, two results
+@pytest.mark.parametrize("tile", [LaneTile(8, 16, 1, 1, 1), LaneTile(32, 32, 1, 1, 8), LaneTile(64, 32, 1, 1, 8)])
+def test_early_loads(tile):
     """Bias and residual are loaded before the sums meet."""
     m, n, k, rng = tile.tokens, tile.rows, 1024, np.random.default_rng(3)
     planes, w = weights("q4_0", n, k, 0)

@@ -20,10 +20,9 @@ from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.compiler.codegen.target import make_target
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base.arch import resolve
-from mlc_amd.schedules.gpu.linear.gemm import engine, gate_up_swiglu, linear
+from mlc_amd.schedules.gpu.linear.gemm import gate_up_swiglu, linear
 from mlc_amd.schedules.gpu.linear.gemm_dot import DotTile
 from mlc_amd.schedules.gpu.linear.gemm_matrix import MatrixTile
-from mlc_amd.schedules.gpu.linear.gemm_tile import product_of
 from mlc_amd.schedules.gpu.linear.linear import head_linear
 from mlc_amd.tools.reference.activations import in_layout, read
 from tests.dev.gfxemu import emulate
@@ -226,21 +225,6 @@ def check_linear(arch, name, kernels=None):
     assert any(re.search(wanted, mnemonic) for mnemonic in used)
 
 
-def instructions_of_eight(arch_name, fmt):
-    """Wave-instructions for 1000 weights of a workgroup of the default kernel of eight tokens, 4096 rows and columns,
-    whose results are checked."""
-    arch, m, k = resolve(arch_name), 8, 4096
-    layout = placed(MATRIX, arch)
-    tile = engine(product_of(workloads.linear_op([(fmt, k)], k, m, layout), arch)).tile
-    op = workloads.linear_op([(fmt, tile.rows)], k, m, layout)
-    (inputs, x, rounded), (planes, w) = problem(layout, m, k), weights(fmt, tile.rows, k, 0)
-    arrays = {"state": state(m), **inputs, "Y0": np.full((m, tile.rows), np.nan, np.float32)}
-    arrays |= {f"W0_{p}": plane for p, plane in planes.items()}
-    (result,) = emulate(compile_hsaco({"f": linear(op, arch, "f", tile)}, arch), "f", arrays)
-    assert error(arrays["Y0"], x @ rounded(w).T) < tolerance(fmt, "-matrix")
-    return result.total * 1000 / w.size
-
-
 @pytest.mark.full
 @pytest.mark.emulator
 @pytest.mark.parametrize("live", [1, 127, 129])
@@ -304,7 +288,7 @@ def test_float32_products_use_no_matrix_units(arch_name):
 N, K = 4096, 4096
 # by arch with matrix units, tokens of a step
 MATRIX_ARCHS = {"gfx1100": (8, 32, 64, 512), "gfx1201": (8, 32, 512), "gfx942": (8, 32, 512), "gfx908": (16, 512)}
-HEAVY = ("q4_k", "q6_k", "q2_k", "f32")  # those that take most registers
+HEAVY = ("q4_k", "q6_k", "q2_k", "bf16", "f32")  # those that take most registers
 
 
 def metadata(module, field):
@@ -319,14 +303,15 @@ def check_resources(module, kernels):
 
 @pytest.mark.parametrize(
     ("arch_name", "fmt"),
-    sample(itertools.product(MATRIX_ARCHS, HEAVY), [("gfx1100", "q4_k"), ("gfx1100", "f32"), ("gfx942", "q2_k")]),
+    sample(itertools.product(MATRIX_ARCHS, HEAVY), [("gfx1100", "q6_k"), ("gfx1100", "bf16"), ("gfx942", "q2_k")]),
 )
 def test_matrix_kernels_hold_everything_in_registers(arch_name, fmt):
     arch, kernels = resolve(arch_name), {}
     for m in MATRIX_ARCHS[arch_name]:
-        one, pair = (f"{kind}_{m}" for kind in ("linear", "swiglu"))
-        layout = placed(MATRIX, arch)
+        one, three, pair = (f"{kind}_{m}" for kind in ("linear", "segments", "swiglu"))
+        layout, parts = placed(MATRIX, arch), [(fmt, N), (fmt, N // 4), (fmt, N // 4)]
         kernels[one] = linear(workloads.linear_op([(fmt, N)], K, m, layout, (True,)), arch, one)
+        kernels[three] = linear(workloads.linear_op(parts, K, m, layout), arch, three)
         kernels[pair] = gate_up_swiglu(workloads.gate_up_op(fmt, fmt, N, K, m, layout, layout), arch, pair)
     module = compile_hsaco(kernels, arch)
     check_resources(module, len(kernels))
