@@ -35,6 +35,7 @@ from tests.dev import gfxemu
 pytest.register_assert_rewrite("emulator_suite")
 
 REPO = Path(__file__).resolve().parent.parent
+gc.disable()  # until all tests are collected: little of what is made lives shortly
 # Of the many processes that tests start, each would compile TVM's Python code anew, a second of CPU time, where
 # containers switch bytecode files off. These lie in a folder of their own.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -125,6 +126,7 @@ def pytest_collection_finish():
     of the nodes that compilers make."""
     gc.freeze()
     gc.set_threshold(50_000)
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

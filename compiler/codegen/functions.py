@@ -68,8 +68,9 @@ class _Expander:
     def _call(self, call, mutator):
         name = call.op.name.partition(".")[2]  # after tirx or prim
         function = _FUNCTIONS.get(name) if self._gpu or name in EXPANDED else None
-        dtype = str(call.ty)
-        if name == "if_then_else" and (self._gpu or dtype in FLOATS):
+        branch = name == "if_then_else"
+        dtype = str(call.ty) if function or branch else ""  # TVM takes long to print a type
+        if branch and (self._gpu or dtype in FLOATS):
             return self._branch(call, mutator)
         if function is None or dtype not in FLOATS:
             return mutator.default_mutate(call)

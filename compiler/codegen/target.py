@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import tvm
+import tvm_ffi
 from tvm import relax
 
 from mlc_amd.compiler import ops
@@ -65,7 +66,7 @@ class Target(ABC):
         self.workloads: dict[str, Operator] = {}  # name: what the kernel computes, of operators of ours
         self.generic: dict[str, tvm.tirx.PrimFunc] = {}  # name: what the kernel computes, unscheduled, of all others
         self.plans: dict[str, Callable[[Operator], tuple[Any | None, str]]] = {}
-        self._names: dict[tuple, str] = {}  # (operator, attributes, types): name
+        self._names: dict[tuple, str] = {}  # (workload, types of arguments): name
         self._added: dict[str, tvm.ir.GlobalVar] = {}  # name: the kernel in the module that is being made
 
     # ---- what a target decides
@@ -269,7 +270,7 @@ class Target(ABC):
         label, workload = op.label, op.workload
         inputs = [item for arg in call.args[: op.arguments] for item in _fields(bb, arg)]
         outputs = parts_of(call.ty)
-        key = (str(call.op.name), str(call.attrs), tuple(str(arg.ty) for arg in call.args))
+        key = (workload, tuple(tvm_ffi.structural_hash(arg.ty) for arg in call.args))  # printing them takes long
         if key not in self._names:
             name = label if label not in self.kernels else f"{label}_{len(self.kernels)}"
             self._names[key], self.workloads[name] = name, workload

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+BEGINNINGS = (b"\x89PNG", b"\xff\xd8", b"RIFF", b"GIF8")  # of their files
 MOST_BYTES = 32 << 20  # of a file
 MOST_PIXELS = 1 << 26  # of a picture: 268 MB decoded, as Pillow has 4 bytes a pixel
 MOST_PICTURES = 64  # of a conversation
@@ -117,10 +118,13 @@ def _too_large(where: str) -> str:
 def _read(path: Path, where: str) -> bytes:
     try:
         with path.open("rb") as file:
-            return _sized(file.read(MOST_BYTES + 1), f"{where} {path}")
+            data = _sized(file.read(MOST_BYTES + 1), f"{where} {path}")
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
         why = getattr(error, "strerror", None) or str(error)
         raise UserError(f"cannot read {where} {path}: {why}; {_ADVICE}") from error
+    if not data.startswith(BEGINNINGS):  # here its name is known
+        raise UserError(f"{where} {path} is no picture that can be read: {_ADVICE}")
+    return data
 
 
 def _saved(picture: object) -> bytes:

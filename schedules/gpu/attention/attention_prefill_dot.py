@@ -28,11 +28,11 @@ class Plan:
     rows: int = 8  # of a workgroup: more share each load of K and V, and need more registers
 
 
-LATENT_PLAN = Plan(rows=4)  # of latent attention, whose rows have the most columns
+FEWER_ROWS = 4  # of latent attention, whose rows have the most columns, and where few lanes share those of a row
 
 
-def default_plan(attention: Attention) -> Plan:
-    return LATENT_PLAN if attention.values else Plan()
+def default_plan(attention: Attention, arch: Device) -> Plan:
+    return Plan(rows=FEWER_ROWS) if attention.values or arch.wave < 16 else Plan()
 
 
 def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
@@ -40,7 +40,7 @@ def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
     attention, m = step.layer, step.op.m
     kv_heads, d = attention.kv_heads, attention.d
     group = attention.group if attention.values else group_of(attention)
-    plan, cache = plan or default_plan(attention), step.cache.by_shifts()
+    plan, cache = plan or default_plan(attention, arch), step.cache.by_shifts()
     count, waves = plan.rows, dot_waves_of(arch, plan.rows, d, plan.threads)
     tiles = -(-m * group // count)
     threads = waves * arch.wave
@@ -73,7 +73,7 @@ def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
 CHOICES = {"threads": (32, 64, 128, 256), "rows": (4, 8, 16)}
 
 
-@planned(CHOICES, lambda op, arch: default_plan(op.layer))
+@planned(CHOICES, lambda op, arch: default_plan(op.layer, arch))
 def space(op: CausalAttention, arch: Device, plan: Plan) -> Kernel:
     waves = dot_waves_of(arch, plan.rows, op.layer.d, plan.threads)
     if not waves:

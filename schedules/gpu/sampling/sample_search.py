@@ -29,7 +29,7 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 WIDTH = 4  # logits that a thread loads at once
 STEPS = 2  # loads of a thread in the first launch
-BATCH = 8  # loads in flight where a row is searched
+BATCH, SMALL_BATCH = 8, 2  # loads in flight where a row is searched; less code for devices of unknown registers
 LIST = 2048  # tokens that the second launch keeps; half as many where workgroups have 16 KiB
 SHORT = 256  # tokens of lists in which each is compared with all others
 
@@ -37,6 +37,10 @@ SHORT = 256  # tokens of lists in which each is compared with all others
 def team_of(arch: Device) -> int:
     """How many threads read a piece; a power of two."""
     return max(arch.wave, 32)
+
+
+def batch_of(arch: Device) -> int:
+    return BATCH if arch.registers else SMALL_BATCH
 
 
 class TopOfPieces(Pieces):
@@ -129,7 +133,7 @@ class Workgroup(Machine):
         barrier()
         count = T.Bind(pieces.chosen[0])
         team, thread = (T.Bind(op(self.tid, T.int32(pieces.team))) for op in (T.truncdiv, T.truncmod))
-        batch, teams = BATCH // STEPS, self.threads // pieces.team
+        batch, teams = batch_of(self.arch) // STEPS, self.threads // pieces.team
         at_once = batch * teams
         with T.serial(T.truncdiv(count + (at_once - 1), T.int32(at_once))) as step, T.If(no(enough())), T.Then():
             loaded = []
@@ -158,7 +162,7 @@ class RowDraw(Draw):
         m, group = self.m, self.m.group
         masses_of = self._masses()
         vectors, blocks = BINS // (m.arch.wave * WIDTH), -(-self.vocab // BINS)  # of a lane, of a block; of the row
-        batch = min(vectors, BATCH)
+        batch = min(vectors, batch_of(m.arch))
         self.hist.clear()
         with T.serial(-(-blocks // group.waves)) as step:
             block, whole = T.Bind(step * group.waves + group.wave), m.cell(T.int32(0))

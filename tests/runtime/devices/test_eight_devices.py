@@ -7,6 +7,7 @@ from few_functions import few_functions
 
 from mlc_amd.compiler.gguf.synthetic import synthetic
 from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.runtime.devices.tensor import TensorDevice
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.options import CompileOptions, RunOptions
 
@@ -25,6 +26,8 @@ def logits(folder, devices):
     """Of four tokens, and the pages that are free at the end, as a share."""
     with Engine.load(folder, RunOptions(devices=(0,) * devices, kv_tokens=256)) as engine:
         assert len(getattr(engine.device, "stages", [engine.device])) == devices
+        if isinstance(engine.device, TensorDevice):
+            vulkan_harness.run_one_by_one(engine.device, ["decode"])
         found = [engine.decode(token).copy() for token in (7, 300, 11, 5)]  # eight devices compile what they run
         engine.reset()
         return np.array(found), {pool.available / pool.pages for pool in engine.cache.pools.values()}

@@ -44,6 +44,7 @@ def divided(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(divided):
     with Engine.load(divided, TWO) as engine:
+        vulkan_harness.run_one_by_one(engine.device, engine.device.manifest["functions"])
         yield engine
 
 

@@ -152,6 +152,7 @@ def test_sources(tmp_path):
     [
         ("/nowhere/a.png", "cannot read the image /nowhere/a.png: No such file"),
         ("a\0b", "cannot read the image"),
+        (__file__, "the image .*test_pictures.py is no picture that can be read"),
         (5, "the image is 5: it must be a path"),
         ("data:image/png,abc", "a data URL must be like"),
         ("data:image/png;base64,!!", "is not base64"),

@@ -176,6 +176,17 @@ def lose(device) -> None:
     device.context.calls.vkQueueSubmit = lambda *_: reset(None, None)
 
 
+def run_one_by_one(device, functions) -> None:
+    """Runs functions of a TensorDevice on one GPU after the other, whatever they read: a driver compiles kernels when
+    they run first, and those that begin at the same time would each compile all of them."""
+    for function in functions:
+        for number, segment in enumerate(device._segments[function]):
+            for stage in device.stages:
+                device._begin(number, segment, [stage])
+                device._finish([stage])
+    device.clear()
+
+
 def short_second(monkeypatch) -> None:
     """Of the devices that are opened from now on, the second has no memory for what is as large as a cache."""
     block, seen = VulkanMemory.block, []
