@@ -52,14 +52,14 @@ class Summary:
 def check(model, out: Path, options: CompileOptions) -> None:
     """UserError for what `compile_model` refuses, as far as that is known without compiling."""
     artifact.check_output(out)
-    divided(model, options.parts, options.target)
+    check_divided(model, options.parts, options.target)
     sizes(model.config, make_target(options.target, options.arch, options.cache_type), options.ctx)
 
 
-def divided(model, gpus: int, target: str):
-    """The model as so many GPUs share it by tensor, itself for one. UserError if they cannot."""
+def check_divided(model, gpus: int, target: str) -> None:
+    """UserError if so many GPUs cannot share the model by tensor."""
     if gpus == 1:
-        return model
+        return
     if target == "cpu":
         raise UserError("--split tensor divides a model between GPUs: give --target rocm or vulkan")
     if model.config.draft:
@@ -68,7 +68,11 @@ def divided(model, gpus: int, target: str):
         )
     if model.config.encoder:
         raise UserError("--split tensor is for models that generate text: an embedding model runs on one GPU")
-    return ShardedModel(model, gpus)
+
+
+def divided(model, gpus: int):
+    """The model as so many GPUs share it by tensor, itself for one."""
+    return ShardedModel(model, gpus) if gpus > 1 else model
 
 
 def compile_model(
@@ -89,7 +93,7 @@ def compile_model(
     clock = _Clock()
     target = make_target(options.target, options.arch, options.cache_type)
     lookups = {arch.name: Lookup(arch, options.tuned) for arch in target.archs}
-    model = divided(model, options.parts, options.target)
+    model = divided(model, options.parts)
     target.plans = {name: lookup.find for name, lookup in lookups.items()}
     with artifact.new_artifact(out) as directory, Workers(available_threads()) as workers:
         if target.kind != "cpu":

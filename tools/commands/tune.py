@@ -187,14 +187,15 @@ class Subject:
         kind, arch = targets.resolve(options.target, options.arch, device)
         with models.open_source(path, synthetic, encoder) as source:
             from mlc_amd.compiler.codegen.target import make_target
-            from mlc_amd.compiler.pipeline import divided
+            from mlc_amd.compiler.pipeline import check_divided, divided
             from mlc_amd.compiler.tuning.tasks import extract
 
             backend = make_target(kind, arch)
             if len(backend.archs) > 1:
                 raise UserError(f"--arch {arch}: tune for one of them at a time")
             threads = selected_threads(device) if kind == "cpu" else None
-            tasks = extract(divided(source, gpus, kind), backend, options.ctx)
+            check_divided(source, gpus, kind)
+            tasks = extract(divided(source, gpus), backend, options.ctx)
             return cls(path.name if path else synthetic or "", kind, backend.archs[0], tasks, threads)
 
     @property
