@@ -11,8 +11,8 @@ RELAY = "relay.bin"  # file of an artifact: machine code of the host that moves 
 PROBE = EXCHANGING + "probe"  # a kernel with a residual that devices/exchange/check.py launches
 CONTROL = 4
 # Control's elements: rounds that are done, times GROUPS (each workgroup of a launch adds its share of one); not 0 when
-# words did not come; this GPU's number; nothing
-DONE, FAILED, RANK, UNUSED = range(CONTROL)
+# words did not come; this GPU's number
+DONE, FAILED, RANK = 0, 1, 2
 GROUPS = 64  # workgroups of a launch, at most
 WORD = 8  # bytes
 EMPTY = -1  # a half without data: no float32 that arithmetic makes, and no two float16

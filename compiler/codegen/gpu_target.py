@@ -286,7 +286,7 @@ class GpuTarget(Target):
         if not sums:  # a model of which the vocabulary alone is divided
             sums = [AllReduce(n=2 * op.n, parts=op.parts, m=op.m) for op in able.values()]
         if smallest := min(sums, key=lambda op: op.words, default=None):
-            able[PROBE.removeprefix(EXCHANGING)] = replace(smallest, residual=True, norm_out="", ahead=())
+            able[PROBE.removeprefix(EXCHANGING)] = replace(smallest, residual=True, norm_out="")
         return _Exchanges(able, max((op.words for op in able.values()), default=0))
 
     def compile_arch(self, arch, kernels, directory, step=lambda name: None, workers=ALONE):

@@ -74,12 +74,11 @@ def fuse_norm_linear(mod, target):
 
 class _Deferred(NamedTuple):
     """norm: the call; layout: in which it is prepared; scaled_by: the call that gives the scales of the norm before,
-    which the layout "lanes" takes, or None; weight: what the first of the layers that complete it reads."""
+    which the layout "lanes" takes, or None."""
 
     norm: Any
     layout: str
     scaled_by: Any
-    weight: Any
 
 
 class _Plan(NamedTuple):
@@ -117,7 +116,7 @@ def _plan(func, target) -> _Plan:
                 layout = cast(Linear, ops.operator_of(completing[0])).layout_read
                 scaled_by = last.get(_rows(norm)) if kind_of(layout) == "lanes" else None
                 if kind_of(layout) != "lanes" or scaled_by is not None:
-                    prepared[value] = deferred = _Deferred(norm, layout, scaled_by, completing[0].args[2])
+                    prepared[value] = deferred = _Deferred(norm, layout, scaled_by)
                     completed |= dict.fromkeys(completing, deferred)
                     break
     giving = {deferred.scaled_by for deferred in prepared.values() if _is_norm(deferred.scaled_by)}
@@ -127,13 +126,6 @@ def _plan(func, target) -> _Plan:
 def _op(call, **changes: Any) -> Operator:
     op: Any = ops.operator_of(call)
     return replace(op, **changes)
-
-
-def _ahead(op, weight) -> tuple[int, ...]:
-    """The shape of the first plane of a weight, which an exchange reads ahead; () if its words do not come in fours."""
-    first, *_ = parts_of(weight.ty)
-    shape = tuple(int(size) for size in first.shape.values)
-    return shape if isinstance(op, AllReduce) and str(first.dtype) == "uint32" and shape[-1] % 4 == 0 else ()
 
 
 def _joined(parts: list) -> relax.Expr:
@@ -159,18 +151,14 @@ class _Deferrer:
             return [rewriter.builder_.emit(relax.TupleGetItem(var, i)) for i in range(len(parts_of(var.ty)))]
 
         if call in plan.prepared:
-            norm, layout, scaled_by, weight = plan.prepared[call]
-            args = [*map(visit, [*call.args, norm.args[2]]), *self._scales(scaled_by)]
-            changes = {"norm_out": layout}
-            if ahead := _ahead(ops.operator_of(call), weight):
-                changes["ahead"] = ahead
-                args.append(rewriter.builder_.emit(relax.TupleGetItem(visit(weight), 0)))
-            made = emit(_op(call, **changes), args)
+            norm, layout, scaled_by = plan.prepared[call]
+            args = map(visit, [*call.args, norm.args[2]])
+            made = emit(_op(call, norm_out=layout), [*args, *self._scales(scaled_by)])
             own = len(cast(Operator, ops.operator_of(call)).results())
             self.made[norm] = made[own:]
             return _joined(made[:own])
         if call in plan.completed:
-            norm, _, scaled_by, _ = plan.completed[call]
+            norm, _, scaled_by = plan.completed[call]
             *x, squares = self.made[norm]
             state, _, *rest = call.args
             given = [*(x if len(x) == 1 else [relax.Tuple(x)]), squares, *self._scales(scaled_by)]

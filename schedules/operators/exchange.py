@@ -37,14 +37,11 @@ class Exchange(Operator):
 @dataclass(frozen=True, kw_only=True)
 class AllReduce(Exchange, name="all_reduce", sizes="{0.n}"):
     """The sum of what the GPUs computed, in their order: (x, [residual], [g, [scale]]) -> float32 [m, n], P, and what
-    it prepares of a norm. half: x and P are float16; norm_out: as of Linear; ahead: the shape of a plane of
-    weights, uint32, an argument after these, which the next layer reads: caches may get some of it while words are
-    waited for."""
+    it prepares of a norm. half: x and P are float16; norm_out: as of Linear."""
 
     residual: bool = False
     half: bool = False
     norm_out: str = ""
-    ahead: tuple[int, ...] = ()
     per_word = 4  # rounded to float16
 
     @property
@@ -53,13 +50,7 @@ class AllReduce(Exchange, name="all_reduce", sizes="{0.n}"):
 
     def slots(self) -> Iterator[Slot]:
         yield from (STATE_SLOT, Slot("input", ("X",)), *named("input", R=self.residual))
-        yield from (
-            *prepared_inputs(self.norm_out),
-            *named("input", Ahead=bool(self.ahead)),
-            OUTPUT_SLOT,
-            PARTS_SLOT,
-            *prepared_outputs(self.norm_out),
-        )
+        yield from (*prepared_inputs(self.norm_out), OUTPUT_SLOT, PARTS_SLOT, *prepared_outputs(self.norm_out))
 
     def results(self) -> list[Tensor]:
         sums: list[Tensor] = [((self.m, self.n), "float32"), ((self.parts, self.m, self.n), self.dtype)]

@@ -14,10 +14,8 @@ what the others' workgroups of its own number send before they wait, and these w
 with higher numbers: a GPU that starts them in order need not have room for all.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
@@ -30,8 +28,6 @@ from mlc_amd.runtime.exchange_layout import (
     GROUPS,
     LINE,
     RANK,
-    UNUSED,
-    WORD,
     inbox_words,
     outbox_words,
 )  # fmt: skip
@@ -47,11 +43,6 @@ from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 QUAD = 4  # float32 of an access
 PAIR = 8  # float16 of a pair of words; half as many float32
-# Of the next layer's weights that further workgroups read meanwhile, so that caches have them: as much as memory gives
-# in LATENCY us and the time that words take, SPEED GB/s, at most MOST bytes, with ahead. AHEAD: threads for each
-# compute unit, UNROLL: loads of each at once.
-LATENCY, SPEED, MOST = 4.0, 25.0, int(os.environ.get("MLC_AHEAD", 16)) << 20
-AHEAD, UNROLL, UNIT = 256, 8, 16
 POLLS = 1 << 20  # of a thread in a round before it gives up: about a second
 
 
@@ -91,8 +82,6 @@ def exchange(
     if words % LINE or words > capacity:
         raise ValueError(f"{op.m} x {op.n} values are no whole cache lines of words, or more than {capacity} words")
     plan = plan or default_plan(4 * words, arch)
-    ahead = op.ahead if isinstance(op, AllReduce) else ()
-    readers = arch.units * AHEAD // plan.threads if ahead else 0  # workgroups
     with kernel(name) as ir:
         declared("int32", state=(4,))
         shape = (values,)
@@ -100,18 +89,13 @@ def exchange(
         whole = (parts * values,)
         partial, before = declared(X=shape, R=residual)
         norm = PreparedNorm(op.m, op.n, op.norm_out) if isinstance(op, AllReduce) and op.norm_out else None
-        (weights,) = declared("uint32", Ahead=ahead or None)
         out, _ = declared(Y=shape if sums else whole, P=whole)
         if norm:
             norm.declare_outputs()
         outboxes = {f"Outbox{i}": (outbox_words(capacity),) for i in range(parts - 1 if peers else 1)}
         inbox, *outs = declared("int64", Inbox=(inbox_words(parts, capacity),), **outboxes)
         (control,) = declared("int32", Control=(CONTROL,))
-        with launch((plan.groups + readers,), (plan.threads,)) as (group, thread):
-            if weights is not None:
-                with when(group >= plan.groups):
-                    first, threads = (group - plan.groups) * plan.threads + thread, readers * plan.threads
-                    _read_ahead(weights, first, threads, _bytes_ahead(op, arch), control)
+        with launch((plan.groups,), (plan.threads,)) as (group, thread):
             box = Words(arch, thread, plan.threads)
             done = T.shift_right(T.Bind(control[DONE]), T.int32(GROUPS.bit_length() - 1))
             slot = T.Bind((done + 1 & 1) * capacity)
@@ -156,29 +140,10 @@ def exchange(
                     norm.store(arch, *place, vector([T.Bind(total[j]) for j in range(PAIR)]), loaded, mine)
             with when(late[0] != 0):
                 T.buffer_store(control, T.int32(1), [FAILED])
-            with when((thread == 0) & (group < plan.groups) if readers else thread == 0):
+            with when(thread == 0):
                 share = T.int32(GROUPS // plan.groups)
                 T.evaluate(T.call_intrin("int32", "tirx.atomic_add", T.address_of(control[DONE]), share))
     return ir.get()
-
-
-def _bytes_ahead(op: AllReduce | AllGather, arch: Device) -> int:
-    time = LATENCY + op.words * WORD / SPEED * 1e-3
-    return min(int(arch.bandwidth * time * 1e3), MOST)
-
-
-def _read_ahead(weights: Buffer, first: Expr, threads: int, nbytes: int, control: Buffer) -> None:
-    """Reads so many bytes of the weights, of which thread `first` of all `threads` has its part."""
-    size = prod(int(extent) for extent in weights.shape)
-    codes = T.decl_buffer((size,), "uint32", data=weights.data)
-    steps, seen = max(1, min(nbytes, 4 * size) // (UNIT * threads * UNROLL)), filled(T.uint32(0))
-    with T.serial(steps) as step:
-        places = [T.Bind((step * UNROLL + i) * threads + first) for i in range(UNROLL)]
-        loaded = [T.Bind(codes[at(T.min(place, T.int32(size // QUAD - 1)) * QUAD, QUAD)]) for place in places]
-        for word in (word for unit in loaded for word in elements(unit)):
-            put(seen, seen[0] ^ word, 0)
-    with when(seen[0] == 0x5EED):  # so that nothing is left out
-        T.buffer_store(control, T.int32(0), [UNUSED])
 
 
 def _added(terms: list[list[Expr]]) -> list[Expr]:

@@ -16,14 +16,13 @@ from mlc_amd.schedules.tir import Buffer, declared
 
 @builds(AllReduce)
 def all_reduce(op: AllReduce, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state, X float32 or float16 [m, n], [R float32 [m, n]], [NG, [NS]], [Ahead], Y float32 [m, n], P as X
-    [parts, m, n], and what it prepares of a norm): Y = R + the sum of P, in the order of the parts. n: a multiple of 4,
-    or of a block where it prepares a norm."""
+    """Kernel (state, X float32 or float16 [m, n], [R float32 [m, n]], [NG, [NS]], Y float32 [m, n], P as X [parts, m,
+    n], and what it prepares of a norm): Y = R + the sum of P, in the order of the parts. n: a multiple of 4, or of a
+    block where it prepares a norm."""
     n, m, threads = op.n, op.m, column_threads(op.n, arch)
     declared(op.dtype, X=(m, n))
     (R,) = declared(R=(m, n) if op.residual else None)
     norm = PreparedNorm(m, n, op.norm_out) if op.norm_out else None
-    declared("uint32", Ahead=op.ahead or None)
     (Y,) = declared(Y=(m, n))
     (P,) = declared(op.dtype, P=(op.parts, m, n))
     if norm:
