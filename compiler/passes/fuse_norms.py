@@ -34,7 +34,7 @@ def _norms_of_readers(func, target) -> dict[relax.Call, relax.Call]:
     }
 
 
-def _maker(bound, var):
+def _maker(bound, var) -> Any:
     """What computes a variable: an exchange where it is its sum."""
     value = bound.get(var)
     if isinstance(value, relax.TupleGetItem) and value.index == 0:

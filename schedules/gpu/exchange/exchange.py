@@ -119,8 +119,8 @@ def exchange(
                 own = _values(_sent(partial, i, sums), sums)  # loads before words are waited for
                 residual = _loaded(before, i * PAIR, PAIR) if before is not None else []
                 if norm:
-                    place = T.Bind(T.truncdiv(i * PAIR, T.int32(op.n))), T.Bind(T.truncmod(i * PAIR, T.int32(op.n)))
-                    loaded, total = norm.load(*place, PAIR), filled(T.float32(0), PAIR)
+                    token, column = (T.Bind(f(i * PAIR, T.int32(op.n))) for f in (T.truncdiv, T.truncmod))
+                    loaded, total = norm.load(token, column, PAIR), filled(T.float32(0), PAIR)
                 with when(mine):
                     places = [source * outbox_words(capacity) + slot + i * 2 for source in range(parts - 1)]
                     got = _received(box, inbox, places, late, polls, plan.pause)
@@ -137,7 +137,8 @@ def exchange(
                             begin = (row * (parts - 1) + place) * op.n + i * QUAD  # of row * parts + place
                             T.buffer_store(out, vector(own), [at(begin, QUAD)])
                 if norm:  # all lanes of a wave
-                    norm.store(arch, *place, vector([T.Bind(total[j]) for j in range(PAIR)]), loaded, mine)
+                    found = vector([T.Bind(total[j]) for j in range(PAIR)])
+                    norm.store(arch, token, column, found, loaded, mine)
             with when(late[0] != 0):
                 T.buffer_store(control, T.int32(1), [FAILED])
             with when(thread == 0):
