@@ -217,6 +217,14 @@ def test_where_norms_are_computed(name):
     assert slow is None or place(o, (gate_up,), slow) == "launch"
 
 
+def test_norms_of_half_of_a_70b_model():
+    """After the sums of two GPUs; in whole layers twice as many workgroups read the sums of squares."""
+    arch = profiles.resolve("nvidia")
+    lanes, sums = f"lanes:{arch.lane_blocks}", AllReduce(m=16, n=8192, parts=2, residual=True)
+    half, whole = (gate_up_op("q4_0", "q4_0", n, 8192, 16, lanes, lanes) for n in (14336, 28672))
+    assert (place(sums, (half,), arch), place(sums, (whole,), arch)) == ("deferred", "launch")
+
+
 @pytest.mark.full
 @pytest.mark.emulator
 @pytest.mark.parametrize("arch", ARCH_NAMES)
