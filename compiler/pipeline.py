@@ -52,15 +52,27 @@ class Summary:
 def check(model, out: Path, options: CompileOptions) -> None:
     """UserError for what `compile_model` refuses, as far as that is known without compiling."""
     artifact.check_output(out)
-    if options.parts > 1 and options.target == "cpu":
+    check_divided(model, options.parts, options.target)
+    sizes(model.config, make_target(options.target, options.arch, options.cache_type), options.ctx)
+
+
+def check_divided(model, gpus: int, target: str) -> None:
+    """UserError if so many GPUs cannot share the model by tensor."""
+    if gpus == 1:
+        return
+    if target == "cpu":
         raise UserError("--split tensor divides a model between GPUs: give --target rocm or vulkan")
-    if options.parts > 1 and model.config.draft:
+    if model.config.draft:
         raise UserError(
             "--split tensor is for models without an eagle3, dflash or gemma4-assistant draft: leave one out"
         )
-    if options.parts > 1 and model.config.encoder:
+    if model.config.encoder:
         raise UserError("--split tensor is for models that generate text: an embedding model runs on one GPU")
-    sizes(model.config, make_target(options.target, options.arch, options.cache_type), options.ctx)
+
+
+def divided(model, gpus: int):
+    """The model as so many GPUs share it by tensor, itself for one."""
+    return ShardedModel(model, gpus) if gpus > 1 else model
 
 
 def compile_model(
@@ -81,7 +93,7 @@ def compile_model(
     clock = _Clock()
     target = make_target(options.target, options.arch, options.cache_type)
     lookups = {arch.name: Lookup(arch, options.tuned) for arch in target.archs}
-    model = ShardedModel(model, options.parts) if options.parts > 1 else model
+    model = divided(model, options.parts)
     target.plans = {name: lookup.find for name, lookup in lookups.items()}
     with artifact.new_artifact(out) as directory, Workers(available_threads()) as workers:
         if target.kind != "cpu":

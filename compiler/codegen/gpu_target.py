@@ -151,7 +151,7 @@ class GpuTarget(Target):
         """What the workgroups of `norm_route` meet in; layers of as many experts share it."""
         return {f"route.{experts.count}.{name.lower()}": of for name, of in route_scratch(experts.count).items()}
 
-    def norm_place(self, before: Linear | None, readers: Sequence[Linear | GateUp]) -> NormPlace:
+    def norm_place(self, before: Linear | AllReduce | None, readers: Sequence[Linear | GateUp]) -> NormPlace:
         places: list[NormPlace] = [norm_place.place(before, tuple(readers), arch) for arch in self.archs]
         return places[0] if len(set(places)) == 1 else "launch"
 
@@ -286,7 +286,7 @@ class GpuTarget(Target):
         if not sums:  # a model of which the vocabulary alone is divided
             sums = [AllReduce(n=2 * op.n, parts=op.parts, m=op.m) for op in able.values()]
         if smallest := min(sums, key=lambda op: op.words, default=None):
-            able[PROBE.removeprefix(EXCHANGING)] = replace(smallest, residual=True)
+            able[PROBE.removeprefix(EXCHANGING)] = replace(smallest, residual=True, norm_out="")
         return _Exchanges(able, max((op.words for op in able.values()), default=0))
 
     def compile_arch(self, arch, kernels, directory, step=lambda name: None, workers=ALONE):

@@ -30,7 +30,7 @@ from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules import operators
 from mlc_amd.schedules.formats import Format
-from mlc_amd.schedules.operators import GateUp, Linear, NormPlace, Operator
+from mlc_amd.schedules.operators import AllReduce, GateUp, Linear, NormPlace, Operator
 from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.registry import Registry
 from mlc_amd.schedules.runs import CELLS
@@ -157,7 +157,7 @@ class Target(ABC):
         """Whether kernels of attention produce int8 blocks; chunk: those of more than single rows."""
         return True
 
-    def norm_place(self, before: Linear | None, readers: Sequence[Linear | GateUp]) -> NormPlace:
+    def norm_place(self, before: Linear | AllReduce | None, readers: Sequence[Linear | GateUp]) -> NormPlace:
         """Where a norm of all rows is computed. before: the linear that computes its input, if it is one of a single
         segment; readers: all that reads it (compiler/passes/fuse_norms.py)."""
         return "launch"

@@ -8,7 +8,7 @@ from tvm import relax
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.nodes import parts_of
 from mlc_amd.compiler.passes.rewrite import bound_in, readers_in, rewrite_functions
-from mlc_amd.schedules.operators import GateUp, Linear, NormPlace, Operator, RmsNorm
+from mlc_amd.schedules.operators import AllReduce, GateUp, Linear, NormPlace, Operator, RmsNorm
 from mlc_amd.schedules.operators.layouts import kind_of
 
 
@@ -29,17 +29,26 @@ def _norms_of_readers(func, target) -> dict[relax.Call, relax.Call]:
     return {
         reader: norm
         for var, norm in bound.items()
-        if _is_norm(norm) and _place(bound.get(norm.args[1]), readers.get(var, ()), target) == "computed"
+        if _is_norm(norm) and _place(_maker(bound, norm.args[1]), readers.get(var, ()), target) == "computed"
         for reader in readers.get(var, ())
     }
 
 
+def _maker(bound, var) -> Any:
+    """What computes a variable: an exchange where it is its sum."""
+    value = bound.get(var)
+    if isinstance(value, relax.TupleGetItem) and value.index == 0:
+        call = bound.get(value.tuple_value)
+        return call if isinstance(ops.operator_of(call), AllReduce) else value
+    return value
+
+
 def _place(before, readers, target) -> NormPlace:
-    """Of a norm. before: what its input is bound to."""
+    """Of a norm. before: what computes its input."""
     if not all(map(_reads_norms, readers)):
         return "launch"
     op: Any = ops.operator_of(before)
-    single = isinstance(op, Linear) and len(op.segments) == 1
+    single = isinstance(op, AllReduce) or (isinstance(op, Linear) and len(op.segments) == 1)
     return target.norm_place(op if single else None, [ops.operator_of(reader) for reader in readers])
 
 
@@ -73,8 +82,8 @@ class _Deferred(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """prepared: linear to the norm that it prepares; completed: reader to the norm that it completes; giving: norms
-    that stay and give their scales."""
+    """prepared: linear or exchange to the norm that it prepares; completed: reader to the norm that it completes;
+    giving: norms that stay and give their scales."""
 
     prepared: dict[relax.Call, _Deferred]
     completed: dict[relax.Call, _Deferred]
@@ -94,7 +103,8 @@ def _plan(func, target) -> _Plan:
         able = _place(before, found, target) == "deferred" and all(reader.args[1].same_as(var) for reader in found)
         return found if able and len(set(found)) == len(found) else []
 
-    for var, value in bound.items():
+    for var in bound:
+        value = _maker(bound, var)
         if value in completed:
             last[_rows(completed[value].norm)] = value
         elif _is_norm(value) and not any(value.same_as(deferred.norm) for deferred in prepared.values()):
@@ -118,6 +128,10 @@ def _op(call, **changes: Any) -> Operator:
     return replace(op, **changes)
 
 
+def _joined(parts: list) -> relax.Expr:
+    return relax.Tuple(list[relax.Expr](parts)) if len(parts) > 1 else parts[0]
+
+
 def _rows(norm) -> tuple:
     return tuple(ops.shape_of(norm.args[1]))
 
@@ -139,8 +153,10 @@ class _Deferrer:
         if call in plan.prepared:
             norm, layout, scaled_by = plan.prepared[call]
             args = map(visit, [*call.args, norm.args[2]])
-            y, *self.made[norm] = emit(_op(call, norm_out=layout), [*args, *self._scales(scaled_by)])
-            return y
+            made = emit(_op(call, norm_out=layout), [*args, *self._scales(scaled_by)])
+            own = len(cast(Operator, ops.operator_of(call)).results())
+            self.made[norm] = made[own:]
+            return _joined(made[:own])
         if call in plan.completed:
             norm, _, scaled_by = plan.completed[call]
             *x, squares = self.made[norm]
@@ -151,7 +167,7 @@ class _Deferrer:
             if scaled_by is None:
                 return ops.call(op, args)
             *parts, self.scales[call] = emit(op, args)
-            return relax.Tuple(list[relax.Expr](parts)) if len(parts) > 1 else parts[0]
+            return _joined(parts)
         if call in plan.giving:
             y, self.scales[call] = emit(_op(call, scale_out=True), map(visit, call.args))
             return y
@@ -162,8 +178,9 @@ class _Deferrer:
 
 
 def defer_norms(mod, target):
-    """An rms_norm between linears of few tokens leaves no launch: the linear that computes its input prepares it, and
-    those that read it complete it (schedules/gpu/linear/deferred_norm.py), for targets whose kernels do.
+    """An rms_norm between linears of few tokens leaves no launch: the linear that computes its input, or the exchange
+    that adds it up, prepares it, and those that read it complete it (schedules/gpu/linear/deferred_norm.py), for
+    targets whose kernels do.
 
     What is prepared in the layout "lanes" is scaled like the norm before, of the same residual stream. So the first
     norm of a function stays, and gives its scales; each one that a linear completes gives the next one's.

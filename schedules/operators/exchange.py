@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from mlc_amd.schedules.operators.base import OUTPUT_SLOT, STATE_SLOT, Operator, Slot, named
 from mlc_amd.schedules.operators.layouts import Tensor
+from mlc_amd.schedules.operators.linear import prepared_inputs, prepared_outputs, prepared_results
 
 MOST_WORDS = 1 << 17  # that a GPU sends in a round while kernels run: more cross faster in copies between segments
 PARTS_SLOT = Slot("work", ("P",))
@@ -35,11 +36,12 @@ class Exchange(Operator):
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduce(Exchange, name="all_reduce", sizes="{0.n}"):
-    """The sum of what the GPUs computed, in their order: (x, [residual]) -> float32 [m, n], P. half: x and P are
-    float16."""
+    """The sum of what the GPUs computed, in their order: (x, [residual], [g, [scale]]) -> float32 [m, n], P, and what
+    it prepares of a norm. half: x and P are float16; norm_out: as of Linear."""
 
     residual: bool = False
     half: bool = False
+    norm_out: str = ""
     per_word = 4  # rounded to float16
 
     @property
@@ -47,10 +49,12 @@ class AllReduce(Exchange, name="all_reduce", sizes="{0.n}"):
         return "float16" if self.half else "float32"
 
     def slots(self) -> Iterator[Slot]:
-        yield from (STATE_SLOT, Slot("input", ("X",)), *named("input", R=self.residual), OUTPUT_SLOT, PARTS_SLOT)
+        yield from (STATE_SLOT, Slot("input", ("X",)), *named("input", R=self.residual))
+        yield from (*prepared_inputs(self.norm_out), OUTPUT_SLOT, PARTS_SLOT, *prepared_outputs(self.norm_out))
 
     def results(self) -> list[Tensor]:
-        return [((self.m, self.n), "float32"), ((self.parts, self.m, self.n), self.dtype)]
+        sums: list[Tensor] = [((self.m, self.n), "float32"), ((self.parts, self.m, self.n), self.dtype)]
+        return sums + prepared_results(self.m, self.n, self.norm_out)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,6 +124,26 @@ def _inputs(eps: float | None, norm_in: float | None, layout: str) -> Iterator[S
         yield Slot("input", ("Squares", "Scale") if kind_of(layout) == "lanes" else ("Squares",))
 
 
+def prepared_inputs(layout: str) -> Iterator[Slot]:
+    """Of an operator that prepares the norm of its result in that layout; "": it does not."""
+    if layout:
+        yield Slot("weight", ("NG",))
+        yield from named("input", NS=kind_of(layout) == "lanes")
+
+
+def prepared_outputs(layout: str) -> Iterator[Slot]:
+    """The same: after its other outputs."""
+    if layout:
+        yield Slot("output", (*(["Hn"] if kind_of(layout) == "lanes" else ["An", "Sn"]), "NewSquares"))
+
+
+def prepared_results(m: int, n: int, layout: str) -> list[Tensor]:
+    """The same: x * g in the layout, and sums of squares."""
+    if not layout:
+        return []
+    return [*activations(m, n, layout), ((m, n // SUMMED[kind_of(layout)]), "float32")]
+
+
 def _stores_scale(op: "Linear | GateUp") -> bool:
     """Whether it completes a norm whose scales the layers that prepare the next one read."""
     return op.norm_in is not None and kind_of(op.layout_read) == "lanes"
@@ -170,22 +190,16 @@ class Linear(Operator, name="linear"):
             if biased:
                 yield Slot("weight", (f"bias{i}",))
         yield from named("input", R=self.residual)
-        if self.norm_out:
-            yield Slot("weight", ("NG",))
-            yield from named("input", NS=kind_of(self.norm_out) == "lanes")
+        yield from prepared_inputs(self.norm_out)
         for i, (_, n) in enumerate(self.segments):
             yield Slot("output", (f"Y{i}",), columns=n)
-        if self.norm_out:
-            yield Slot("output", (*(["Hn"] if kind_of(self.norm_out) == "lanes" else ["An", "Sn"]), "NewSquares"))
+        yield from prepared_outputs(self.norm_out)
         if _stores_scale(self):
             yield SCALE_SLOT
 
     def results(self) -> list[Tensor]:
         found: list[Tensor] = [((self.m, padded(n)), "float32") for _, n in self.segments]
-        if self.norm_out:
-            n = self.segments[0][1]
-            squares = self.m, n // SUMMED[kind_of(self.norm_out)]
-            found += [*activations(self.m, n, self.norm_out), (squares, "float32")]
+        found += prepared_results(self.m, self.segments[0][1], self.norm_out)
         return found + [((self.m,), "float32")] * _stores_scale(self)
 
     @property

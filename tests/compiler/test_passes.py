@@ -13,9 +13,11 @@ from mlc_amd.compiler.codegen.vulkan_target import VulkanTarget
 from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.models.build import build_module
+from mlc_amd.compiler.models.shards import ShardedModel
 from mlc_amd.compiler.passes import fuse
 from mlc_amd.schedules.gpu.linear.norm_place import LANES_ROWS
 from mlc_amd.schedules.operators import (
+    AllReduce,
     CausalAttention,
     GateUp,
     Linear,
@@ -100,6 +102,17 @@ def test_norms_that_int8_blocks_hold(kind, arch):
     prepared = [op for op in of(calls, Linear) if op.norm_out]
     assert len(prepared) == 2 * layers - 1 and {op.norm_out for op in prepared} == {"rows"}
     assert sum(op.norm_in is not None for op in of(calls, Linear, GateUp)) == len(prepared)
+
+
+@pytest.mark.parametrize("m", [1, 8])
+def test_norms_that_sums_of_several_gpus_prepare(m):
+    """All but the first, whose input is an embedding, and that of the last row."""
+    model = ShardedModel(synthetic("tiny:q4_0"), 2)
+    _, calls = operators(model, m, VulkanTarget("nvidia"))
+    sums, layers = of(calls, AllReduce), len(model.config.layers)
+    assert [op.norm_out for op in sums] == ["rows" if m == 1 else "lanes:4"] * (2 * layers - 1) + [""]
+    assert sum(op.norm_in is not None for op in of(calls, Linear, GateUp)) == 2 * layers - 1
+    assert not any(op.norm_out for op in of(calls, Linear))
 
 
 def test_a_norm_that_a_router_reads_is_not_deferred():

@@ -51,6 +51,9 @@ def run(
     tracker: Tracker = None,
     key: Key = None,
     device: Annotated[str | None, option_of(RunOptions, "device")] = None,
+    gpus: Annotated[int, Option(
+        "tune the kernels of so many GPUs that share the model: of `compile --split tensor --gpus N`", default="1",
+        low=1, high=8)] = 1,
     mmproj: Annotated[str | None, replace(option_of(CompileOptions, "mmproj"), default="none is tuned")] = None,
     seed: Annotated[int, option_of(SamplingChanges, "seed")] = 1,
     list: bool = False,
@@ -111,7 +114,7 @@ def run(
         if ship:
             _ship(subject, Path(ship).expanduser())
         return
-    subject = Subject.of(model, synthetic, options, device, mmproj)
+    subject = Subject.of(model, synthetic, options, device, mmproj, gpus)
     subject.first = _plans(Path(plans).expanduser()) if plans else {}
     if kit:
         from mlc_amd.compiler.tuning.kit import check_folder
@@ -174,22 +177,26 @@ class Subject:
         options: TargetOptions,
         device: str | None,
         encoder: str | None = None,
+        gpus: int = 1,
     ) -> "Subject":
-        """encoder: the file of the model's image encoder. UserError for what is not known, or more than one arch."""
+        """encoder: the file of the model's image encoder; gpus: that share it by tensor. UserError for what is not
+        known, or more than one arch."""
         path = models.source_path(model, synthetic)
         if path and models.is_artifact(path):
             raise UserError(f"{path} is a folder: give the GGUF file that it was made from")
         kind, arch = targets.resolve(options.target, options.arch, device)
         with models.open_source(path, synthetic, encoder) as source:
             from mlc_amd.compiler.codegen.target import make_target
+            from mlc_amd.compiler.pipeline import check_divided, divided
             from mlc_amd.compiler.tuning.tasks import extract
 
             backend = make_target(kind, arch)
             if len(backend.archs) > 1:
                 raise UserError(f"--arch {arch}: tune for one of them at a time")
             threads = selected_threads(device) if kind == "cpu" else None
-            name, tasks = path.name if path else synthetic or "", extract(source, backend, options.ctx)
-            return cls(name, kind, backend.archs[0], tasks, threads)
+            check_divided(source, gpus, kind)
+            tasks = extract(divided(source, gpus), backend, options.ctx)
+            return cls(path.name if path else synthetic or "", kind, backend.archs[0], tasks, threads)
 
     @property
     def shape(self) -> str:

@@ -102,7 +102,7 @@ def _completed(c: Case) -> tuple[np.ndarray, dict[str, Result]]:
 
 
 def _prepared(c: Case, y: np.ndarray, columns: np.ndarray) -> dict[str, Result]:
-    """What a linear layer stores of these columns of its result for the norm after it; columns: whole blocks."""
+    """What an operator stores of these columns of its result for the norm after it; columns: whole blocks."""
     if not c.op.norm_out:
         return {}
     summed, scaled = SUMMED[kind_of(c.op.norm_out)], y * c.arrays["NG"][columns]
@@ -360,7 +360,8 @@ def _pool(c: Case) -> dict[str, Result]:
 
 def _all_reduce(c: Case) -> dict[str, Result]:
     y = c.arrays["P"].astype(np.float64).sum(0)[c.rows]
-    return {"Y": Result(y + c.arrays["R"][c.rows] if c.op.residual else y, c.rows)}
+    y = y + c.arrays["R"][c.rows] if c.op.residual else y
+    return {"Y": Result(y, c.rows)} | _prepared(c, y, np.arange(c.op.n))
 
 
 def _all_gather(c: Case) -> dict[str, Result]:

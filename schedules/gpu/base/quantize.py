@@ -128,12 +128,12 @@ def emit_store(
     arch: Device, layout: str, out: list[Buffer], x: list[Expr], token: Expr, column: Expr, live: Expr | None = None
 ) -> None:
     """Writes a lane's columns of a token in that `layout`. x: float32 registers, columns `column`.. (a multiple of
-    their number), fours of them; with "" and "rows" it may be one. For "rows" they are four at most, neighbouring lanes
-    hold a block, and all lanes of the wave must call this. live: a condition (the same in all lanes of a block);
+    their number), fours of them; with "" and "rows" it may be one. For "rows" neighbouring lanes hold a block, and all
+    lanes of the wave must call this. live: a condition (the same in all lanes of a block);
     nothing is written where it is false."""
-    word, fields = None, []
+    words, fields = [], []
     if layout == "rows":
-        (word,), fields = quantize_block(arch, x)
+        words, fields = quantize_block(arch, x)
     with when(live):
         if layout == "":
             T.buffer_store(out[0], vector(x), [token, at(column, len(x))])
@@ -141,8 +141,10 @@ def emit_store(
             _store_runs(out[0], token, column, [T.cast(clamped(v), "float16") for v in x])
         else:
             block = T.Bind(T.shift_right(column, T.int32(5)))
-            q = T.reinterpret(f"int8x{len(x)}", word) if len(x) > 1 else T.cast(word, "int8")
-            T.buffer_store(out[0], q, [token, block, at(column & (BLOCK - 1), len(x))])
+            each = min(len(x), WIDTH)
+            for i, word in enumerate(words):
+                q = T.reinterpret(f"int8x{each}", word) if each > 1 else T.cast(word, "int8")
+                T.buffer_store(out[0], q, [token, block, at((column & (BLOCK - 1)) + i * each, each)])
             with T.If((column & (BLOCK - 1)) == 0), T.Then():
                 T.buffer_store(out[1], vector(fields), [token, block, T.ramp(0, 1, FIELDS)])
 

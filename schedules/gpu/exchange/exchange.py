@@ -2,7 +2,8 @@
 that gets them from the host between two segments of a step (parts.py).
 
 Each GPU sends its part to the others as words (words.py), rounded to float16 if it is to be added up, then waits for
-theirs and adds all parts to the residual in the order of ranks: all have the same bits. Where it sends them, they get
+theirs and adds all parts to the residual in the order of ranks: all have the same bits. It prepares the norm of the
+sum for the layers after it (linear/deferred_norm.py). Where it sends them, they get
 into the others' inboxes by themselves (`peers`: memory that GPUs write to directly), or the host moves them
 (runtime/devices/exchange).
 
@@ -13,7 +14,7 @@ what the others' workgroups of its own number send before they wait, and these w
 with higher numbers: a GPU that starts them in order need not have room for all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -36,6 +37,7 @@ from mlc_amd.schedules.gpu.base.quantize import clamped
 from mlc_amd.schedules.gpu.base.registers import at, elements, filled, local, put, vector
 from mlc_amd.schedules.gpu.base.step import kernel, when
 from mlc_amd.schedules.gpu.exchange.words import Words, halves_of, word
+from mlc_amd.schedules.gpu.linear.deferred_norm import PreparedNorm
 from mlc_amd.schedules.operators.exchange import AllGather, AllReduce
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
@@ -69,11 +71,11 @@ def exchange(
     op: AllReduce | AllGather, capacity: int, arch: Device, name: str, peers: bool = False,
     plan: ExchangePlan | None = None, polls: int = POLLS,
 ) -> tirx.PrimFunc:  # fmt: skip
-    """Kernel (state, X float32 [m, n], [R float32 [m, n]], Y float32 [m, n], P, Inbox int64 [..], Outbox0.. int64 [..],
-    Control int32 [4]): what the operator says, of all m rows. The parameters before Inbox are the operator's;
-    state and P are not used. capacity: words of a slot of the boxes, the same in all kernels that use them. peers:
-    there is an outbox for each other rank, in the order of ranks, which is this one's part of its inbox; else one for
-    all.
+    """Kernel (state, X float32 [m, n], [R float32 [m, n]], [NG, [NS]], Y float32 [m, n], P, what it prepares of a norm,
+    Inbox int64 [..], Outbox0.. int64 [..], Control int32 [4]): what the operator says, of all m rows. The parameters
+    before Inbox are the operator's; state and P are not used. capacity: words of a slot of the boxes, the same in all
+    kernels that use them. peers: there is an outbox for each other rank, in the order of ranks, which is this one's
+    part of its inbox; else one for all.
     polls: as of POLLS; when a thread gives up, Y is not valid, Control[FAILED] is set, and later launches do nothing.
     ValueError unless words fill cache lines and fit."""
     values, parts, words, sums = op.m * op.n, op.parts, op.words, isinstance(op, AllReduce)
@@ -85,7 +87,11 @@ def exchange(
         shape = (values,)
         residual = shape if isinstance(op, AllReduce) and op.residual else None
         whole = (parts * values,)
-        partial, before, out, _ = declared(X=shape, R=residual, Y=shape if sums else whole, P=whole)
+        partial, before = declared(X=shape, R=residual)
+        norm = PreparedNorm(op.m, op.n, op.norm_out) if isinstance(op, AllReduce) and op.norm_out else None
+        out, _ = declared(Y=shape if sums else whole, P=whole)
+        if norm:
+            norm.declare_outputs()
         outboxes = {f"Outbox{i}": (outbox_words(capacity),) for i in range(parts - 1 if peers else 1)}
         inbox, *outs = declared("int64", Inbox=(inbox_words(parts, capacity),), **outboxes)
         (control,) = declared("int32", Control=(CONTROL,))
@@ -94,43 +100,58 @@ def exchange(
             done = T.shift_right(T.Bind(control[DONE]), T.int32(GROUPS.bit_length() - 1))
             slot = T.Bind((done + 1 & 1) * capacity)
             late = filled(control[FAILED])
+            rank, alive, last = T.Bind(control[RANK]), T.Bind(late[0] == 0), T.int32(words // 2 - 1)
             count = -(-words // 2 // (plan.groups * plan.threads))
-            steps = T.Bind(T.Select(late[0] == 0, T.int32(count), T.int32(0)))
 
-            def pair(step: Expr) -> Expr:
-                return T.Bind((group * count + step) * plan.threads + thread)
+            def steps() -> Iterator[tuple[Expr, Expr]]:
+                """(a thread's pair, or after the last one that, whether it is its own)."""
+                with T.serial(count) as step:
+                    i = T.Bind((group * count + step) * plan.threads + thread)
+                    yield T.Bind(T.min(i, last)), T.Bind(alive & (i <= last))
 
-            with T.serial(steps) as step:
-                i = pair(step)
-                with when(i < words // 2):
-                    sent = _words(_sent(partial, i, sums))
+            for i, mine in steps():
+                sent = _words(_sent(partial, i, sums))
+                with when(mine):
                     for outbox in outs:
                         box.store(outbox, slot + i * 2, *sent)
             barrier()  # all threads of the workgroup have sent all, and read the count
-            with T.serial(steps) as step:
-                i = pair(step)
-                with when(i < words // 2):
+            for i, mine in steps():
+                own = _values(_sent(partial, i, sums), sums)  # loads before words are waited for
+                residual = _loaded(before, i * PAIR, PAIR) if before is not None else []
+                if norm:
+                    token, column = (T.Bind(f(i * PAIR, T.int32(op.n))) for f in (T.truncdiv, T.truncmod))
+                    loaded, total = norm.load(token, column, PAIR), filled(T.float32(0), PAIR)
+                with when(mine):
                     places = [source * outbox_words(capacity) + slot + i * 2 for source in range(parts - 1)]
                     got = _received(box, inbox, places, late, polls, plan.pause)
-                    own, *others = [_values(data, sums) for data in (_sent(partial, i, sums), *got)]
-                    ordered = _in_order(own, others, T.Bind(control[RANK]))
+                    ordered = _in_order(own, [_values(data, sums) for data in got], rank)
                     if sums:
-                        total = _loaded(before, i * PAIR, PAIR) if before is not None else []
-                        for own in ordered:
-                            total = [T.Bind(a + b) for a, b in zip(total, own, strict=True)] if total else own
+                        result = _added([*([residual] if residual else []), *ordered])
                         for j in range(0, PAIR, QUAD):
-                            T.buffer_store(out, vector(total[j : j + QUAD]), [at(i * PAIR + j, QUAD)])
+                            T.buffer_store(out, vector(result[j : j + QUAD]), [at(i * PAIR + j, QUAD)])
+                        for j, value in enumerate(result if norm else []):
+                            put(total, value, j)
                     else:
                         row = T.Bind(T.truncdiv(i * QUAD, T.int32(op.n)))
                         for place, own in enumerate(ordered):
                             begin = (row * (parts - 1) + place) * op.n + i * QUAD  # of row * parts + place
                             T.buffer_store(out, vector(own), [at(begin, QUAD)])
+                if norm:  # all lanes of a wave
+                    found = vector([T.Bind(total[j]) for j in range(PAIR)])
+                    norm.store(arch, token, column, found, loaded, mine)
             with when(late[0] != 0):
                 T.buffer_store(control, T.int32(1), [FAILED])
             with when(thread == 0):
                 share = T.int32(GROUPS // plan.groups)
                 T.evaluate(T.call_intrin("int32", "tirx.atomic_add", T.address_of(control[DONE]), share))
     return ir.get()
+
+
+def _added(terms: list[list[Expr]]) -> list[Expr]:
+    total, *others = terms
+    for one in others:
+        total = [T.Bind(a + b) for a, b in zip(total, one, strict=True)]
+    return total
 
 
 def _loaded(buffer: Buffer, first: Expr, count: int) -> list[Expr]:

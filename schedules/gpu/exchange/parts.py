@@ -7,19 +7,26 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.gpu.base.device import launch
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, column_threads, emit_store, load_columns, own_columns
+from mlc_amd.schedules.gpu.base.registers import vector
 from mlc_amd.schedules.gpu.base.step import builds, if_live
+from mlc_amd.schedules.gpu.linear.deferred_norm import PreparedNorm
 from mlc_amd.schedules.operators.exchange import AllGather, AllReduce
 from mlc_amd.schedules.tir import Buffer, declared
 
 
 @builds(AllReduce)
 def all_reduce(op: AllReduce, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state, X float32 or float16 [m, n], [R float32 [m, n]], Y float32 [m, n], P as X [parts, m, n]): Y = R +
-    the sum of P, in the order of the parts. n: a multiple of 4."""
+    """Kernel (state, X float32 or float16 [m, n], [R float32 [m, n]], [NG, [NS]], Y float32 [m, n], P as X [parts, m,
+    n], and what it prepares of a norm): Y = R + the sum of P, in the order of the parts. n: a multiple of 4, or of a
+    block where it prepares a norm."""
     n, m, threads = op.n, op.m, column_threads(op.n, arch)
     declared(op.dtype, X=(m, n))
-    R, Y = declared(R=(m, n) if op.residual else None, Y=(m, n))
+    (R,) = declared(R=(m, n) if op.residual else None)
+    norm = PreparedNorm(m, n, op.norm_out) if op.norm_out else None
+    (Y,) = declared(Y=(m, n))
     (P,) = declared(op.dtype, P=(op.parts, m, n))
+    if norm:
+        norm.declare_outputs()
     with launch((-(-n // (threads * WIDTH)), m), (threads,)) as (chunk, row, thread), if_live(state, m, row):
         column, live = own_columns(chunk, thread, threads, n)
         parts = [[T.cast(x, "float32") for x in load_columns(P, part, row, column)] for part in range(op.parts)]
@@ -27,6 +34,8 @@ def all_reduce(op: AllReduce, arch: Device, state: Buffer, plan: None) -> None:
         for x in parts[R is None :]:
             total = [T.Bind(t + v) for v, t in zip(x, total, strict=True)]
         emit_store(arch, "", [Y], total, row, column, live)
+        if norm:
+            norm.store(arch, row, column, vector(total), norm.load(row, column), live)
 
 
 @builds(AllGather)

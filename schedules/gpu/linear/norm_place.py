@@ -2,7 +2,7 @@
 
 "launch"    by a kernel of its own
 "computed"  by every workgroup of the layers that read it (`gemv_rows.emit_norm`): of one token, in int8 formats
-"deferred"  by the layer before it and those that read it (`deferred_norm.py`)
+"deferred"  by the layer or exchange before it and the layers that read it (`deferred_norm.py`)
 """
 
 import functools
@@ -18,25 +18,29 @@ from mlc_amd.schedules.gpu.linear.gemm_tile import product_of
 from mlc_amd.schedules.gpu.linear.gemv_rows import holds_norm
 from mlc_amd.schedules.gpu.linear.linear import module_of, plans
 from mlc_amd.schedules.gpu.linear.load import block_bytes
-from mlc_amd.schedules.operators import GateUp, Linear, NormPlace
+from mlc_amd.schedules.operators import AllReduce, GateUp, Linear, NormPlace
 from mlc_amd.schedules.operators.layouts import SUMMED, kind_of
 
 CACHE = 1.5  # how much faster caches are than memory
+# The same of sums of squares, by layout: those of "lanes" are added up between loads of weights. A gate and up of 14336
+# rows of 8192 columns and 16 tokens, and the exchange before it, take an H200 1.8 us more with them.
+SUMS = {"rows": CACHE, "lanes": 3.0}
 # Tokens of the layout "lanes", at most: with deferred norms the kernels of steps of 8, 16, 32 and 64 take an H100 12,
 # 9, 6 and 3 % less.
 LANES_ROWS = 64
 
 
 @functools.cache  # layers are alike, and two passes ask
-def place(before: Linear | None, readers: tuple[Linear | GateUp, ...], arch: Device) -> NormPlace:
+def place(before: Linear | AllReduce | None, readers: tuple[Linear | GateUp, ...], arch: Device) -> NormPlace:
     """The place that takes the least time on an arch, of those that the kernels have. before: the layer that computes
-    the norm's input, if it is one; readers: all that reads the norm. In microseconds:
+    the norm's input, or the exchange that adds it up, if it is one; readers: all that reads the norm. In microseconds:
 
         launch    launch_us: of a launch that depends on the one before it
         computed  sum over readers of workgroups * k * 8 bytes / (CACHE * bandwidth): each reads x and g in float32
-        deferred  sum over readers of workgroups * m * k / SUMMED * 4 bytes / (CACHE * bandwidth): the sums of squares;
+        deferred  sum over readers of workgroups * m * k / SUMMED * 4 bytes / (SUMS * bandwidth): the sums of squares;
                   and bytes of weights before / bandwidth * (idle with whole blocks - idle), where idle is how many
-                  times as long a kernel takes because of compute units without work: max(1, units / workgroups)
+                  times as long a kernel takes because of compute units without work: max(1, units / workgroups).
+                  An exchange takes no longer
 
     What a norm takes besides, a round trip to memory, the readers take instead. On an H200 a norm of 4096 columns takes
     4 us among the launches of a step; computed, it adds 1.5 and 2.8 us to q, k and v and to gate and up."""
@@ -46,27 +50,29 @@ def place(before: Linear | None, readers: tuple[Linear | GateUp, ...], arch: Dev
     if any(reader.layout_read != layout for reader in readers):
         return "launch"
     times: dict[NormPlace, float] = {"launch": arch.launch_us}
-    cache = CACHE * arch.bandwidth
     if m == 1 and layout == "rows" and holds_norm(k, arch):
         groups = sum(_workgroups(replace(reader, eps=0.0), arch) for reader in readers)
-        times["computed"] = _us(groups * k * 8, cache)
+        times["computed"] = _us(groups * k * 8, CACHE * arch.bandwidth)
     if before is not None and _defers(before, readers, layout, arch):
-        idle = [max(1.0, arch.units / _workgroups(op, arch)) for op in (replace(before, norm_out=layout), before)]
-        weights = sum(n * before.k / BLOCK * block_bytes(fmt) for fmt, n in before.weights)
         sums = sum(_workgroups(reader, arch) for reader in readers) * m * k / SUMMED[kind_of(layout)] * 4
-        times["deferred"] = _us(sums, cache) + _us(weights, arch.bandwidth) * (idle[0] - idle[1])
+        times["deferred"] = _us(sums, SUMS[kind_of(layout)] * arch.bandwidth)
+        if isinstance(before, Linear):
+            idle = [max(1.0, arch.units / _workgroups(op, arch)) for op in (replace(before, norm_out=layout), before)]
+            weights = sum(n * before.k / BLOCK * block_bytes(fmt) for fmt, n in before.weights)
+            times["deferred"] += _us(weights, arch.bandwidth) * (idle[0] - idle[1])
     return min(times, key=lambda name: times[name])
 
 
-def _defers(before: Linear, readers: Sequence[Linear | GateUp], layout: str, arch: Device) -> bool:
+def _defers(before: Linear | AllReduce, readers: Sequence[Linear | GateUp], layout: str, arch: Device) -> bool:
     """Whether there are kernels for it. In the layout "rows" a workgroup of the layer before has a block of 32 rows:
     none for devices whose workgroups of GEMVs are to be single waves."""
+    layers = [before, *readers] if isinstance(before, Linear) else readers
     if kind_of(layout) == "lanes":
-        gemms = [engine(product_of(op, arch)) for op in (before, *readers)] if before.layout == layout else []
-        return bool(gemms) and before.m <= LANES_ROWS and all(gemm.completes_norms for gemm in gemms)
-    if arch.lone_waves or layout != "rows" or before.m > FEW:
+        same = before.m <= LANES_ROWS and all(op.layout_read == layout for op in layers)
+        return same and all(engine(product_of(op, arch)).completes_norms for op in layers)
+    if layout != "rows" or before.m > FEW or (arch.lone_waves and isinstance(before, Linear)):
         return False
-    return all(module_of(op, arch) is gemv for op in (before, *readers))
+    return all(module_of(op, arch) is gemv for op in layers)
 
 
 def _workgroups(op: Linear | GateUp, arch: Device) -> int:

@@ -77,6 +77,7 @@ def measurements(cache: Path) -> list[tuple[str, str]]:
         ((*SPEC, "--target", "rocm", "--arch", "gfx1"), "unknown AMD GPU"),
         ((*SPEC, "--target", "vulkan", "--arch", "voodoo"), "unknown Vulkan profile"),
         ((*SPEC, "--target", "rocm", "--arch", "gfx1100,gfx1101", "--list"), "one of them at a time"),
+        ((*SPEC, "--target", "cpu", "--gpus", "2", "--list"), "between GPUs"),
         ((*SPEC, "--arch", "i386sx"), "unknown CPU arch"),
         ((*SPEC, "--device", "all"), "number of threads"),
         ((*SPEC, "--runner", "cloud"), "--runner must be local or rpc"),
@@ -146,6 +147,12 @@ def test_the_list_tells_calls_and_shares(command):
     )
     gate_up = next(line for line in lines if "gate_up" in line and "_m1 " in line)
     assert gate_up.split()[1] == "2"  # layers
+
+
+def test_kernels_of_one_of_several_gpus(command):
+    """Half of the columns of a layer's products."""
+    out, _ = command(*SPEC, "--target", "rocm", "--arch", "gfx1100", "--gpus", "2", "--list")
+    assert "linear_q8_0_256x384_m1 " in out and "linear_q8_0_256x768_m1 " not in out
 
 
 def test_kernels_of_an_image_encoder(command, tmp_path):

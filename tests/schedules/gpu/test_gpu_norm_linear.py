@@ -10,12 +10,14 @@ from spirv_emulation import execute
 from workloads import built, gate_up_op, linear_op
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
+from mlc_amd.runtime.exchange_layout import EMPTY
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.schedules.gpu.base.arch import resolve
+from mlc_amd.schedules.gpu.exchange.exchange import exchange
 from mlc_amd.schedules.gpu.linear.deferred_norm import MARGIN
 from mlc_amd.schedules.gpu.linear.norm_place import place
-from mlc_amd.schedules.operators import Operator
+from mlc_amd.schedules.operators import AllReduce, Operator
 from mlc_amd.tools.reference import operators
 from mlc_amd.tools.reference.activations import in_layout, read
 from mlc_amd.tools.reference.case import Case
@@ -141,6 +143,55 @@ def test_norms_of_the_layout_lanes_on_vulkan(arch, m):
     check_lanes(arch, "q4_0", m, as_spirv)
 
 
+def check_exchange(target, layout: str, m: int, inline: bool, run):
+    """A sum of two GPUs that prepares its norm, with the words of the other GPU in memory, or copied. run(kernel,
+    arrays)."""
+    layout = f"lanes:{target.lane_blocks}" if layout == "lanes" else layout
+    n, rng = 160, np.random.default_rng(7)
+    op = AllReduce(m=m, n=n, parts=2, residual=True, norm_out=layout)
+    parts = rng.integers(-99, 99, (2, m, n)).astype(np.float32)  # float16 has them
+    arrays = state(m) | {"X": parts[1], "R": rng.standard_normal((m, n)).astype(np.float32), "P": parts}
+    arrays |= {"NG": rng.standard_normal(n).astype(np.float32), "NS": rng.random(m).astype(np.float32)}
+    names = ["Y", "P", *(["An", "Sn"] if layout == "rows" else ["Hn"]), "NewSquares"]
+    results = {name: np.zeros(*of) for name, of in zip(names, op.results(), strict=True)}
+    kernel, arrays = built(op, target, "k"), results | arrays
+    if inline:
+        kernel, words = exchange(op, m * n // 4, target, "k"), parts[0].astype(np.float16).view(np.int64)
+        inbox, arrays["Outbox0"] = (np.full((2, m * n // 4), EMPTY, np.int64) for _ in range(2))
+        inbox[1] = words.reshape(-1)
+        arrays |= {"Inbox": inbox, "P": np.zeros_like(parts), "Control": np.array([0, 0, 1, 0], np.int32)}
+    run(kernel, arrays)
+    expected = operators.results(Case(op, arrays | {"P": parts}, "gpu", np.arange(m)))
+    np.testing.assert_array_equal(arrays["Y"], arrays["R"] + parts[0] + parts[1])
+    np.testing.assert_allclose(arrays["NewSquares"], expected["NewSquares"].value, rtol=1e-5)
+    name, error = ("", 0.501 / 127) if layout == "rows" else ("Hn", 2**-11)
+    found, scaled = read(layout, arrays, "n", np.arange(m))[:, :n], expected[name].value
+    assert np.abs(found - scaled).max() <= error * np.abs(scaled).max()
+
+
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "copied"])
+@pytest.mark.parametrize(
+    ("layout", "m", "profile"), [("rows", 1, "rdna3"), ("rows", 2, "vangogh"), ("lanes", 8, "nvidia")]
+)
+def test_sums_that_prepare_norms_on_vulkan(inline, layout, m, profile):
+    target = profiles.resolve(profile)
+    check_exchange(target, layout, m, inline, lambda kernel, arrays: execute(kernel, arrays, target))
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "copied"])
+@pytest.mark.parametrize(
+    ("layout", "m", "arch"), [("rows", 1, "gfx1100"), ("rows", 2, "gfx90a"), ("lanes", 8, "gfx1201")]
+)
+def test_sums_that_prepare_norms_in_the_emulator(emulator, linker, inline, layout, m, arch):
+    def run(kernel, arrays):
+        module = compile_hsaco({"k": kernel}, resolve(arch))
+        check_no_spills(module)
+        emulate(module, "k", {param.name: arrays[param.name] for param in kernel.params}, 3)
+
+    check_exchange(resolve(arch), layout, m, inline, run)
+
+
 PLACES = {
     "gfx1100": ("deferred", "deferred"),
     "gfx1151": ("deferred", "deferred"),
@@ -164,6 +215,14 @@ def test_where_norms_are_computed(name):
     assert place(None, (qkv,), resolve("gfx1100")) == "launch"  # no layer before it
     slow = replace(arch, bandwidth=1) if name == "rdna3" else None
     assert slow is None or place(o, (gate_up,), slow) == "launch"
+
+
+def test_norms_of_half_of_a_70b_model():
+    """After the sums of two GPUs; in whole layers twice as many workgroups read the sums of squares."""
+    arch = profiles.resolve("nvidia")
+    lanes, sums = f"lanes:{arch.lane_blocks}", AllReduce(m=16, n=8192, parts=2, residual=True)
+    half, whole = (gate_up_op("q4_0", "q4_0", n, 8192, 16, lanes, lanes) for n in (14336, 28672))
+    assert (place(sums, (half,), arch), place(sums, (whole,), arch)) == ("deferred", "launch")
 
 
 @pytest.mark.full
