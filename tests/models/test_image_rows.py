@@ -9,9 +9,11 @@ import json
 import architectures
 import numpy as np
 import pytest
+import vision_models
 from samples import sample
 
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
+from mlc_amd.compiler.gguf.mmproj import VisionFile
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
@@ -121,6 +123,22 @@ def test_rows_of_one_image_are_not_those_of_a_text(opened, name):
     engine.reset()
     square = engine.prefill(Prompt.of([IDS[:2], encoder.image(features(*IDS[2:6]), (2, 2)), IDS[6:]]))
     assert np.abs(whole - square).max() > 1e-3
+
+
+def test_rows_in_sequence_have_the_places_of_tokens(tmp_path):
+    """Where the decoder's RoPE has sections and the encoder's rows are in no grid, as MiniCPM-V 4.6 has them."""
+    vision_models.write(tmp_path / "mmproj.gguf", "gemma3")
+    keys = {"general.architecture": "qwen2vl", **SECTIONS, **vision_models.DECODER}
+    model = synthetic("tiny-qwen2:f32", keys=keys)
+    model.add_vision(VisionFile(tmp_path / "mmproj.gguf"))
+    compile_model(model, tmp_path / "model", CompileOptions(target="cpu", ctx=64, tuned="none"))
+    table, encoder = model.tensors["token_embd.weight"].dequantize().astype(np.float32), Encoder()
+    with Engine.load(tmp_path / "model") as engine:
+        exact = engine.prefill(IDS).copy()
+        engine.reset()
+        engine.features = engine._runner.images = engine._loop._works[0]._features = Features(encoder)
+        image = encoder.image(table[IDS[2:6]])
+        assert (engine.prefill(Prompt.of([IDS[:2], image, IDS[6:]])) == exact).all()
 
 
 def test_deepstack_joins_the_rows_of_images_only(opened):
