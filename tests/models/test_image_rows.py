@@ -202,6 +202,28 @@ def test_answers_go_on_while_images_are_encoded(opened, name):
     assert min(np.diff(counts)) >= 1  # tokens between each two pieces
 
 
+def test_no_chunk_comes_right_after_a_piece(opened, monkeypatch):
+    """An answer that is being generated waits for a piece of an encoder or for a chunk of a prompt, not for both."""
+    engine, encoder, features = opened("qwen2vl")
+    scheduler, log = engine._loop.scheduler, []
+    plan = scheduler.plan
+
+    def planned():
+        if step := plan():
+            log.append("chunk" if step.chunk else "step")
+        return step
+
+    monkeypatch.setattr(scheduler, "plan", planned)
+    encoder.between = lambda: log.append("piece")
+    pictures = [encoder.image(features(*range(n, n + 30)), (5, 6)) for n in (100, 200, 300)]
+    texts = [[*range(n, n + 300)] for n in (500, 510, 520)]
+    prompts = [[3, 4, 5], Prompt.of([IDS, *pictures, IDS]), *texts]
+    assert len([*engine.generate(prompts, max_tokens=24, temperature=0.0)]) == 24 * len(prompts)
+    after = [log[place + 1 : place + 3] for place, what in enumerate(log) if what == "piece"]
+    assert len(after) == 3
+    assert all(first == "step" and second != "piece" for first, second in after)
+
+
 def test_guesses_are_no_rows_of_images(opened):
     engine, encoder, features = opened("qwen2vl")
     picture = encoder.image(features(*range(100, 160)), (6, 10))
