@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 
 def has_places(model: Model) -> bool:
-    """Whether the rows of an image have places in two dimensions."""
-    return model.features > 0 and any(rope.sections for rope in model.config.ropes.values())
+    """Whether the rows of an image have places in two dimensions: not those of an encoder whose rows follow one another
+    like tokens, such as MiniCPM-V's, also where RoPE has sections."""
+    places = model.vision is None or model.vision.config.positions == "grid"
+    return model.features > 0 and places and any(rope.sections for rope in model.config.ropes.values())
 
 
 def features_type(model: Model, target) -> str:

@@ -27,7 +27,7 @@ class Encoding:
         self._scheduler, self._features = scheduler, features
         self._pieces: Iterator[None] | None = None
         self._requests: list[Request] = []  # that wait for what is encoded
-        self._was_last = False  # the last step was a piece
+        self._steps = 2  # calls of `takes_turn` since the last piece
 
     @property
     def waits(self) -> bool:
@@ -35,16 +35,22 @@ class Encoding:
         return self._pieces is not None or bool(self._scheduler.admission.missing)
 
     def takes_turn(self) -> bool:
-        """Whether a piece comes before the next step of answers, which the following call then says no to."""
-        self._was_last = self.waits and not self._was_last
-        return self._was_last
+        """Whether a piece comes before the next step. The first step after a piece has no chunk of a prompt if it has
+        answers, so that these do not wait for a piece and a chunk at once; a second one, with the chunk, comes then."""
+        self._steps = 0 if self.waits and self._steps > self._busy else self._steps + 1
+        return not self._steps
+
+    @property
+    def _busy(self) -> bool:
+        """Whether answers are being generated."""
+        return any(request.generated for request in self._scheduler.running)
 
     def piece(self) -> Iterable[tuple[Request, Exception]]:
         """Computes one. Returns the requests that cannot have their images, and why."""
         missing = self._scheduler.admission.missing
+        self._scheduler.chunk_waits = True
         if self._pieces is None:
-            busy = any(request.generated for request in self._scheduler.running)
-            self._requests = list(missing)[: 1 if busy else None]
+            self._requests = list(missing)[: 1 if self._busy else None]
             self._pieces = self._features.encode(image for request in self._requests for image in missing[request])
         try:
             next(self._pieces)

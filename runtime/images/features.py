@@ -17,7 +17,7 @@ LIMIT = 512 << 20  # bytes: of a model of 4096 columns with three layers of deep
 
 class Encoder(Protocol):
     def pieces(self, images: Sequence[PreparedImage]) -> Generator[None, None, list[np.ndarray]]:
-        """Encodes images in pieces, each of about a step's time. Returns [rows, columns] of each."""
+        """Encodes images in pieces: several small ones, or a larger one, at a time. Returns [rows, columns] of each."""
         ...
 
 

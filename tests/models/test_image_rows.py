@@ -9,9 +9,11 @@ import json
 import architectures
 import numpy as np
 import pytest
+import vision_models
 from samples import sample
 
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
+from mlc_amd.compiler.gguf.mmproj import VisionFile
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
@@ -123,6 +125,22 @@ def test_rows_of_one_image_are_not_those_of_a_text(opened, name):
     assert np.abs(whole - square).max() > 1e-3
 
 
+def test_rows_in_sequence_have_the_places_of_tokens(tmp_path):
+    """Where the decoder's RoPE has sections and the encoder's rows are in no grid, as MiniCPM-V 4.6 has them."""
+    vision_models.write(tmp_path / "mmproj.gguf", "gemma3")
+    keys = {"general.architecture": "qwen2vl", **SECTIONS, **vision_models.DECODER}
+    model = synthetic("tiny-qwen2:f32", keys=keys)
+    model.add_vision(VisionFile(tmp_path / "mmproj.gguf"))
+    compile_model(model, tmp_path / "model", CompileOptions(target="cpu", ctx=64, tuned="none"))
+    table, encoder = model.tensors["token_embd.weight"].dequantize().astype(np.float32), Encoder()
+    with Engine.load(tmp_path / "model") as engine:
+        exact = engine.prefill(IDS).copy()
+        engine.reset()
+        engine.features = engine._runner.images = engine._loop._works[0]._features = Features(encoder)
+        image = encoder.image(table[IDS[2:6]])
+        assert (engine.prefill(Prompt.of([IDS[:2], image, IDS[6:]])) == exact).all()
+
+
 def test_deepstack_joins_the_rows_of_images_only(opened):
     engine, encoder, features = opened("qwen3vl")
     exact, hidden = engine.prefill(IDS), engine.config["hidden"]
@@ -181,7 +199,29 @@ def test_answers_go_on_while_images_are_encoded(opened, name):
         made[piece.index].append(piece.id)
     assert made == expected
     assert len(encoder.encoded) == 4
-    assert counts[-1] > counts[0]  # tokens between pieces
+    assert min(np.diff(counts)) >= 1  # tokens between each two pieces
+
+
+def test_no_chunk_comes_right_after_a_piece(opened, monkeypatch):
+    """An answer that is being generated waits for a piece of an encoder or for a chunk of a prompt, not for both."""
+    engine, encoder, features = opened("qwen2vl")
+    scheduler, log = engine._loop.scheduler, []
+    plan = scheduler.plan
+
+    def planned():
+        if step := plan():
+            log.append("chunk" if step.chunk else "step")
+        return step
+
+    monkeypatch.setattr(scheduler, "plan", planned)
+    encoder.between = lambda: log.append("piece")
+    pictures = [encoder.image(features(*range(n, n + 30)), (5, 6)) for n in (100, 200, 300)]
+    texts = [[*range(n, n + 300)] for n in (500, 510, 520)]
+    prompts = [[3, 4, 5], Prompt.of([IDS, *pictures, IDS]), *texts]
+    assert len([*engine.generate(prompts, max_tokens=24, temperature=0.0)]) == 24 * len(prompts)
+    after = [log[place + 1 : place + 3] for place, what in enumerate(log) if what == "piece"]
+    assert len(after) == 3
+    assert all(first == "step" and second != "piece" for first, second in after)
 
 
 def test_guesses_are_no_rows_of_images(opened):
