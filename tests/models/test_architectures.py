@@ -149,6 +149,12 @@ def test_quantized_logits(shared, tmp_path, name):
         ("qwen35", {"full_attention_interval": 0}, "full_attention_interval is 0"),
         ("kimi-linear", {"kda.head_dim": 40}, r"columns of a head of delta nets \(40\) must be a multiple of 16"),
         ("kimi-linear", {"attention.head_count_kv": [1, 0]}, "has 2 entries, the model has 4 layers"),
+        (
+            "glm-dsa",
+            {"rope.dimension_count": 48, "attention.indexer.key_length": 32},
+            "keys have 32 columns, of which 48 rotate",
+        ),
+        ("qwen4exp", {"hyper_connection.count": 9}, "count is 9, expected an integer >= 1 and <= 8"),
     ],
 )
 def test_metadata_that_makes_no_sense(monkeypatch, name, keys, message):

@@ -130,13 +130,42 @@ def test_choice_of_many_keys():
     check(op, "gpu", on_lavapipe(op), places=places)
 
 
+CHOICE = SelectKeys(heads=32, d=64, used=USED, ctx=CTX, m=M)
+
+
+@pytest.mark.parametrize("arch", ["nvidia", "rdna3"])
+def test_choice_on_matrices(arch):
+    """Where a lane's sums are not known, and where they are."""
+    device = profiles.resolve(arch)
+    check(CHOICE, "gpu", lambda arrays: execute(built(CHOICE, device), arrays, device))
+
+
+def test_queries_of_other_sizes_and_steps_than_float16():
+    """Those of even heads are tiny, of odd ones large; of two kinds of keys the better one is so by 2**-13."""
+    arch, factors = profiles.resolve("nvidia"), np.where(np.arange(32) % 2, 1e30, 1e-30)
+
+    def changed(arrays):
+        queries = np.zeros((M, 32, 64))
+        queries[:, :, :2] = 1 + 2.0**-13, 1
+        arrays["Q"][:] = (queries * factors[:, None]).reshape(M, -1)
+        arrays["W"][:] = 1 / factors
+        arrays["Ik"][:], arrays["K"][:] = 0, 0
+        arrays["Ik"][:, ::2, 1] = arrays["Ik"][:, 1::2, 0] = 1
+        return arrays
+
+    arrays = changed(arrays_of(CHOICE, "gpu", PLACES))
+    case = Case(CHOICE, {name: array.copy() for name, array in arrays.items()}, "gpu", np.arange(M))
+    execute(built(CHOICE, arch), arrays, arch)
+    np.testing.assert_array_equal(arrays["Ids"], results(case)["Ids"].value)
+
+
 @pytest.mark.full
 @pytest.mark.emulator
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [*KERNELS, "choice on matrices"])
 @pytest.mark.parametrize("name", ["gfx1100", "gfx942"])
 def test_in_the_emulator(name, kernel):
-    func = built(KERNELS[kernel], gfx(name))
-    check(KERNELS[kernel], "gpu", lambda arrays: emulated(func, arrays, gfx(name)))
+    op = KERNELS.get(kernel, CHOICE)
+    check(op, "gpu", lambda arrays: emulated(built(op, gfx(name)), arrays, gfx(name)))
 
 
 MATRIX = SelectedAttention(layer=replace(LAYER, heads=20, d=96, sinks=True), used=128, m=M)

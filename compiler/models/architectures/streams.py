@@ -34,6 +34,13 @@ from mlc_amd.compiler.models.registry import architecture
 from mlc_amd.compiler.models.residuals.config import CheckpointConfig, GatedConfig, HyperConfig
 from mlc_amd.schedules.operators.experts import LIMITED, SITU
 
+MOST_STREAMS = 8  # a thread has a matrix of streams by streams in its registers
+
+
+def _stream_count(keys: Keys) -> int:
+    return keys.integer("hyper_connection.count", maximum=MOST_STREAMS)
+
+
 LONG_BLOCKS = 128  # positions of the blocks of deepseek4 that do not overlap
 
 
@@ -54,7 +61,7 @@ def hy_v4(keys: Keys) -> ModelConfig:
         return beside_shared(own, act=f"{LIMITED}{limit}" if limit else "silu")
 
     eps, magnitude = (keys.number(f"hyper_connection.{key}", minimum=0.0) for key in ("epsilon", "magnitude"))
-    streams = HyperConfig(keys.integer("hyper_connection.count"), eps, magnitude, post_eps=eps)
+    streams = HyperConfig(_stream_count(keys), eps, magnitude, post_eps=eps)
     block = dense_then(keys, experts)
     layers = [LayerConfig(mixer(own), block(own)) for own in each_layer(keys)]
     return read_model(keys, layers, indexed_rotations(keys, neox=False), streams=streams)
@@ -98,8 +105,10 @@ def deepseek4(keys: Keys) -> ModelConfig:
             raise keys.error(f"blocks of {ratio} positions are not supported; use another model")
         return CompressedConfig(**sizes, ratio=ratio)
 
-    count, iterations = (keys.integer(f"hyper_connection.{key}") for key in ("count", "sinkhorn_iterations"))
-    streams = HyperConfig(count, keys.number("hyper_connection.epsilon", minimum=0.0), 2.0, iterations=iterations)
+    iterations = keys.integer("hyper_connection.sinkhorn_iterations")
+    streams = HyperConfig(
+        _stream_count(keys), keys.number("hyper_connection.epsilon", minimum=0.0), 2.0, iterations=iterations
+    )
     layers = predicting.of(lambda own: LayerConfig(mixer(own), block(own)))
     rotating = keys.integer("rope.dimension_count")
     columns = min(sizes["head_dim"], sizes["index_dim"])  # all keys rotate alike
@@ -120,7 +129,7 @@ def deepseek4(keys: Keys) -> ModelConfig:
 def qwen4exp(keys: Keys) -> ModelConfig:
     """Qwen 4 Exp. As qwen35moe with gated hyper connections, sigmoid gates of the delta nets, embeddings of the last
     tokens, and attention to the best blocks of keys."""
-    streams = GatedConfig(keys.integer("hyper_connection.count"), keys.integer("hyper_connection.low_rank"))
+    streams = GatedConfig(_stream_count(keys), keys.integer("hyper_connection.low_rank"))
     recurrent = recurrent_layers(keys, read_layers(keys))
     with_ngrams = keys.numbers("ple.layers") if keys.has("ple.layers") else []
     ratios = keys.integers("attention.compress_ratios", len(recurrent), 0, minimum=0)

@@ -267,9 +267,12 @@ def _read_indexed(keys: Keys, types: list[int], neox: bool) -> ModelConfig:
 
 
 def read_indexer(keys: Keys, own: bool, **variant) -> IndexerConfig:
-    """Of a layer. own: whether it chooses. `variant`: further fields of IndexerConfig."""
+    """Of a layer. own: whether it chooses. `variant`: further fields of IndexerConfig. UserError for keys without the
+    columns that rotate."""
     heads, dim, used = (keys.integer(f"attention.indexer.{key}") for key in ("head_count", "key_length", "top_k"))
     check_multiple(keys, "columns of the indexer's keys", dim)
+    if (rotating := keys.integer("rope.dimension_count")) > dim:
+        raise keys.error(f"the indexer's keys have {dim} columns, of which {rotating} rotate; use another model")
     return IndexerConfig(heads, dim, used, INDEX_ROPE, own=own, **variant)
 
 

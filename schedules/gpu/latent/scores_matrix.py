@@ -1,0 +1,175 @@
+"""The scores of an indexer's keys on matrix units whose lanes are known (`matrices.py`), of either API.
+
+Operand A are the queries of 16 heads, operand B keys, which go from the cache to registers to matrices. A query is two
+float16, what the first one lacks being the second, times a power of two that its head's weight is divided by: products
+are as exact as with float32. Of sums whose lanes are not known the lanes add up as many elements as they have, each of
+one key, and the rest in shared memory.
+"""
+
+from itertools import product
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.gpu.attention.cache import UNIT
+from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, fma, maximum, shuffle_xor, uniform, wave_max
+from mlc_amd.schedules.gpu.base.matrices import SIDE, Fragments, Matrices, known_unit, wave_matrices
+from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.quantize import WIDTH
+from mlc_amd.schedules.gpu.base.registers import at, each_owned, elements, filled, opaque, put, vector
+from mlc_amd.schedules.gpu.base.step import when
+from mlc_amd.schedules.operators.attention import PAGE
+from mlc_amd.schedules.operators.indexer import SelectKeys
+from mlc_amd.schedules.tir import Buffer, Expr
+
+KEYS, WAVES = 32, 8  # keys of a wave, which divide a page; waves of a workgroup, at most
+SUMS, LOADED = 64, 64  # registers of a lane for sums and for keys, at most
+SCALE = 10 << 23  # the exponent that the largest element of a query gets, above 1
+HIGH = -(1 << 13)  # a mask: what float16 has of a float32
+SHARED = SIDE // WIDTH + 1  # units of a key's sums in shared memory: neighbouring keys begin in different banks
+
+
+class Queries:
+    """Of a step's rows, as operands: float16 [m, 2, heads * d] and weights float32 [m, heads / 16, copies, 16], copies
+    being the columns of a matrix of sums where its lanes are not known."""
+
+    def __init__(self, op: SelectKeys, arch: Device):
+        self.op, self.arch, unit = op, arch, known_unit(arch)
+        self.copies = 1 if unit.knows_sums else unit.side
+        self.halves = T.alloc_buffer((op.m, 2, op.heads * op.d), "float16")
+        self.weights = T.alloc_buffer((op.m, op.heads // SIDE, self.copies, SIDE), "float32")
+
+    @staticmethod
+    def fit(op: SelectKeys, arch: Device) -> bool:
+        """Whether there are such matrices, and they divide these queries."""
+        return bool(arch.lane_blocks) and op.heads % SIDE == 0 and op.d % known_unit(arch).columns == 0
+
+    def store(self, Q: Buffer, W: Buffer, row: Expr, head: Expr, lane: Expr) -> None:
+        """A wave stores those of a head of a row."""
+        d, largest = self.op.d, filled(T.float32(0))
+        own = [(T.Bind(head * d + i * WIDTH), valid) for i, valid in each_owned(lane, self.arch.wave, d // WIDTH)]
+        loaded = [elements(T.Bind(Q[row, at(column, WIDTH)])) for column, _ in own]
+        for x in (x for each in loaded for x in each):
+            put(largest, maximum(largest[0], maximum(x, T.float32(0) - x)), 0)
+        bits = T.reinterpret("int32", wave_max(self.arch, T.Bind(largest[0])))
+        exponent = opaque(T.max(bits & 0x7F800000, T.int32(SCALE + (1 << 23))) - SCALE)
+        factor = T.Bind(T.reinterpret("float32", T.int32(254 << 23) - exponent))
+        for (column, valid), each in zip(own, loaded, strict=True):
+            scaled = [T.Bind(x * factor) for x in each]
+            # not a conversion and back, which NVIDIA's driver leaves out
+            high = [T.Bind(T.reinterpret("float32", T.reinterpret("int32", x) & HIGH)) for x in scaled]
+            low = [x - h for x, h in zip(scaled, high, strict=True)]
+            with when(valid):
+                for i, parts in enumerate((high, low)):
+                    put(self.halves, vector([T.cast(x, "float16") for x in parts]), row, i, at(column, WIDTH))
+        with T.If(lane < self.copies), T.Then():
+            weight = W[row, head] * T.reinterpret("float32", exponent)
+            put(self.weights, weight, row, head // SIDE, lane, head % SIDE)
+
+
+class MatrixScores:
+    """A workgroup's: of groups of keys in the cache Ik of the slot that `pages` (buffer, slot) are of. place: the row,
+    this thread's wave and lane."""
+
+    @staticmethod
+    def shape(op: SelectKeys, arch: Device) -> tuple[int, int]:
+        """Waves of a workgroup, and keys of a group."""
+        waves = min(WAVES, arch.threads // arch.wave)
+        return waves, waves * KEYS
+
+    def __init__(self, op: SelectKeys, arch: Device, queries: Queries, Ik: Buffer, pages, place):
+        self.arch, self.queries, self.Ik, (self.pages, self.slot) = arch, queries, Ik, pages
+        (self.row, self.wave, self.lane), unit = place, known_unit(arch)
+        self.unit, self.d, self.tiles = unit, op.d, KEYS // unit.side
+        self.r, self.part = (T.Bind(x) for x in unit.place(self.lane, arch.wave))
+        heads, acc = op.heads // SIDE, unit.side * SIDE // arch.wave
+        together = max(n for n in range(1, heads + 1) if heads % n == 0 and n * self.tiles * acc <= SUMS)
+        self.heads = [range(first, first + together) for first in range(0, heads, together)]
+        chunks, words = op.d // unit.columns, self.tiles * unit.units * UNIT // 2
+        batch = max(n for n in range(1, chunks + 1) if chunks % n == 0 and (n == 1 or n * words <= LOADED))
+        self.chunks = [range(first, first + batch) for first in range(0, chunks, batch)]
+        self.matrices = wave_matrices(arch, 1, self.tiles, together * self.tiles)
+        count = self.shape(op, arch)[1]
+        if unit.knows_sums:
+            self.shared = T.alloc_buffer((count,), "float32", scope="shared")
+        else:
+            self.shared = T.alloc_buffer((count * SHARED,), f"float32x{WIDTH}", scope=WAVE_SHARED)
+            self.weight, self.totals = (Fragments("sum", n, (SIDE, unit.side, SIDE)) for n in (1, self.tiles))
+            self.weight.clear()
+
+    def compute(self, first: Expr, last: Expr) -> None:
+        """Of the group of keys from that one on; last: the last that the row sees."""
+        own = T.Bind(first + self.wave * KEYS)
+        page = uniform(self.arch, T.Bind(self.pages[self.slot, T.min(own, last) // PAGE]))
+        places = [T.Bind(own % PAGE + t * self.unit.side + self.r) for t in range(self.tiles)]
+        self.matrices.clear()
+        if self.unit.knows_sums:
+            totals = filled(T.float32(0), self.tiles)
+        else:
+            self.totals.clear()
+        for heads in self.heads:
+            self.matrices.clear_sums()
+            for chunks in self.chunks:
+                keys = {
+                    (c, t): [T.Bind(self.Ik[page, place, self._columns(c, i)]) for i in range(self.unit.units)]
+                    for c, (t, place) in product(chunks, enumerate(places))
+                }
+                for c in chunks:
+                    self._multiply(heads, c, [keys[c, t] for t in range(self.tiles)])
+            for n, head in enumerate(heads):
+                if self.unit.knows_sums:
+                    self._add_known(totals, n, head)
+                else:
+                    self._add(n, head)
+        barrier()  # others may read those of the group before
+        number = T.Bind(self.wave * KEYS)
+        for t in range(self.tiles):
+            if self.unit.knows_sums:
+                total = T.Bind(totals[t])
+                for distance in self.unit.sharing(self.arch.wave):
+                    total = T.Bind(total + shuffle_xor(self.arch, total, distance))
+                with T.If(self.part == 0), T.Then():
+                    put(self.shared, total, number + t * SIDE + self.r)
+            else:
+                place = self.shared[(number + t * self.unit.side) * SHARED]
+                self.totals.store(t, place, SHARED * WIDTH, "col_major")
+        barrier()
+
+    def total(self, number: Expr) -> Expr:
+        """The score of a key of the group."""
+        if self.unit.knows_sums:
+            return self.shared[number]
+        units = [T.Bind(self.shared[number * SHARED + i]) for i in range(SIDE // WIDTH)]
+        return sum((x for unit in units for x in elements(unit)), T.float32(0))
+
+    def _columns(self, chunk: int, i: int) -> Expr:
+        return at(self.unit.unit(chunk, i, self.part) * UNIT, UNIT)
+
+    def _multiply(self, heads: range, chunk: int, keys: list) -> None:
+        """Adds the products of a chunk of columns of these tiles of heads and of all tiles of keys."""
+        operands = [list(self.matrices.operands("b", t, runs)) for t, runs in enumerate(keys)]
+        for (n, head), half in product(enumerate(heads), range(2)):
+            rows = [T.Bind((head * SIDE + r) * self.d) for r in self.unit.rows(self.r)]
+            runs = [
+                T.Bind(self.queries.halves[self.row, half, row + self._columns(chunk, i)])
+                for row, i in product(rows, range(self.unit.units))
+            ]
+            for step, query in enumerate(self.matrices.each("a", 0, runs)):
+                for t, key in enumerate(operands):
+                    self.matrices.add_product(n * self.tiles + t, query, key[step])
+
+    def _add_known(self, totals: Buffer, n: int, head: int) -> None:
+        acc = self.unit.acc
+        weights = elements(T.Bind(self.queries.weights[self.row, head, 0, at(self.part * acc, acc)]))
+        for t in range(self.tiles):
+            for x, weight in zip(elements(self.matrices.result(n * self.tiles + t)), weights, strict=True):
+                put(totals, fma(maximum(x, T.float32(0)), weight, totals[t]), t)
+
+    def _add(self, n: int, head: int) -> None:
+        assert isinstance(self.matrices, Matrices), "sums that are not known are fragments"
+        sums = self.matrices.fragments["sum"]
+        self.weight.load(0, self.queries.weights[self.row, head, 0, 0], SIDE, "col_major")
+        with sums.elements(0) as e:
+            weight = self.weight.get(0, e)
+            for t in range(self.tiles):
+                positive = maximum(sums.get(n * self.tiles + t, e), T.float32(0))
+                self.totals.set(t, e, fma(positive, weight, self.totals.get(t, e)))
