@@ -12,10 +12,13 @@ from mlc_amd.compiler import memory, sampling
 from mlc_amd.compiler.gguf.reader import quantization
 from mlc_amd.compiler.lowering import Lowered
 from mlc_amd.compiler.models.images import features_type, has_places
+from mlc_amd.compiler.models.vision.build import SIZES
+from mlc_amd.compiler.plan import pieces
 from mlc_amd.compiler.weights import random_tensors
 from mlc_amd.runtime.artifact.artifact import source_id
 from mlc_amd.runtime.artifact.io_buffers import io_buffers
 from mlc_amd.runtime.artifact.manifest import (
+    PIECE,
     RANK,
     Buffer,
     FormatTotals,
@@ -36,6 +39,7 @@ def manifest_body(lowered: Lowered, compiled: Mapping[str, Any], weights: bool) 
     model, target, ctx, plan = lowered.model, lowered.target, lowered.context, lowered.plan
     whole = model.whole if model.gpus > 1 else model
     path = Path(one_line(str(model.path)))  # JSON has no place for bytes that are not UTF-8
+    kernels = _kernels(lowered)
     body: ManifestBody = {
         "name": model.config.name or path.stem,
         "source": {"file": path.name, "id": source_id(model.path)},
@@ -45,8 +49,8 @@ def manifest_body(lowered: Lowered, compiled: Mapping[str, Any], weights: bool) 
         "context": ctx,
         "kv_type": cast(KvType, target.kv),
         "sampling": sampling.defaults(model.metadata, ctx),
-        "functions": _functions(lowered),
-        "kernels": _kernels(lowered),
+        "functions": _functions(lowered, kernels),
+        "kernels": kernels,
         "libraries": compiled["libraries"],
         "launches": compiled["launches"],
         "arena_bytes": plan.arena_bytes,
@@ -92,7 +96,7 @@ def format_totals(tensors: Mapping[str, Any]) -> dict[str, FormatTotals]:
     return totals
 
 
-def _functions(lowered: Lowered) -> dict[str, ManifestFunction]:
+def _functions(lowered: Lowered, kernels: list[ManifestKernel]) -> dict[str, ManifestFunction]:
     decoders: dict[str, ManifestFunction] = {
         f.name: {
             "rows": f.m,
@@ -103,15 +107,18 @@ def _functions(lowered: Lowered) -> dict[str, ManifestFunction]:
         }
         for f in lowered.functions
     }
+    costs, launches = {entry["name"]: entry["operations"]["call"] for entry in kernels}, lowered.plan.functions
+    each = sum(costs[launch["kernel"]] * SIZES[0] / f.m for f in lowered.images[:1] for launch in launches[f.name])
     encoders: dict[str, ManifestFunction] = {
-        f.name: {
+        f"{f.name}{PIECE}{i}" if i else f.name: {
             "rows": f.m,
             "single": 0,
             "logits": f.tokens,
             "samples": False,
-            "launches": lowered.plan.functions[f.name],
+            "launches": [*piece],
         }
         for f in lowered.images
+        for i, piece in enumerate(pieces(launches[f.name], costs, each))
     }
     return decoders | encoders
 

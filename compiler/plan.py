@@ -8,20 +8,23 @@ In: a module whose functions consist of `call_tir` and `call_tir_inplace` only. 
         ["kv", name]                             a cache tensor
         ["arena", offset, dtype, shape]          bytes `offset`.. of the arena
 
-The planner is Relax's StaticPlanBlockMemory: tensors whose lives do not overlap share storage.
+The planner is Relax's StaticPlanBlockMemory: tensors whose lives do not overlap share storage. Functions of the decoder
+share the front of the arena. Those that encode images have a part after it: steps may come between their pieces.
 """
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import tvm
 from tvm import relax
 
 from mlc_amd.runtime.artifact.io_names import OUTPUTS
-from mlc_amd.runtime.artifact.manifest import ManifestLaunch
+from mlc_amd.runtime.artifact.manifest import ManifestLaunch, is_encoder
+from mlc_amd.runtime.artifact.stages import VISION_LAYER, layers_of
 from mlc_amd.runtime.errors import UserError
 
 Outputs = tuple[tuple[str, str], ...]
@@ -66,23 +69,42 @@ def make_plan(
     wrote."""
     mod = lower(mod)
     usual = tuple(("io", name) for name in OUTPUTS)
-    walkers = {
-        name: _Walker(mod[name], parameters[name], tensors, outputs[name] if outputs else usual) for name in parameters
-    }
-    return LaunchPlan(
-        {name: walker.launches for name, walker in walkers.items()}, max(walker.arena for walker in walkers.values())
-    )
+    functions, end = dict[str, list[ManifestLaunch]](), 0
+    for names in ([n for n in parameters if not is_encoder(n)], [n for n in parameters if is_encoder(n)]):
+        walkers = {
+            n: _Walker(mod[n], parameters[n], tensors, outputs[n] if outputs else usual, begin=end) for n in names
+        }
+        functions |= {name: walker.launches for name, walker in walkers.items()}
+        end = max((walker.arena for walker in walkers.values()), default=end)
+    return LaunchPlan(functions, end)
+
+
+def pieces(
+    launches: Sequence[ManifestLaunch], costs: Mapping[str, float], most: float
+) -> list[Sequence[ManifestLaunch]]:
+    """The launches of a function that encodes images in pieces of about `most` operations, or of a layer that has more:
+    cut where layers begin. costs: operations of a call, by kernel."""
+    total = sum(costs[launch["kernel"]] for launch in launches)
+    count, cuts, done = max(1, round(total / most)) if most else 1, [0], 0.0
+    layers = layers_of(launches, VISION_LAYER)
+    half = total / (layers[-1] + 1) / 2 if layers[-1] > 0 else 0.0  # of a layer
+    for i, (launch, before, layer) in enumerate(zip(launches, [layers[0], *layers], layers, strict=False)):
+        if layer > before >= 0 and done + half >= total * len(cuts) / count:
+            cuts.append(i)
+        done += costs[launch["kernel"]]
+    return [launches[first:end] for first, end in pairwise([*cuts, len(launches)])]
 
 
 class _Walker:
-    """One lowered function, binding by binding. `env` maps a variable to its argument form."""
+    """One lowered function, binding by binding. `env` maps a variable to its argument form. begin: of its part of the
+    arena."""
 
-    def __init__(self, func, parameters, tensors, outputs):
+    def __init__(self, func, parameters, tensors, outputs, begin):
         self.env: dict[Any, Any] = {}
         for var, (kind, name) in zip(func.params, parameters, strict=True):
             arguments = [[kind, part] for part in (tensors[name] if kind == "weight" else [name])]
             self.env[var] = arguments if isinstance(var.ty, relax.TupleType) else arguments[0]
-        self.arena = 0
+        self.arena = begin
         self.launches: list[ManifestLaunch] = []
         for block in func.body.blocks:
             for binding in block.bindings:

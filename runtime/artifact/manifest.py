@@ -26,14 +26,14 @@ from mlc_amd.runtime.exchange_layout import boxes
 from mlc_amd.runtime.gpus import Unit
 from mlc_amd.runtime.sampling.settings import SamplingChanges
 
-FORMAT_VERSION = 16
+FORMAT_VERSION = 17
 LINES = 4  # levels of the manifest whose values have a line each
 MANIFEST = "manifest.json"
 ADVICE = "compile the model again"
 RANK = "@"  # in a tensor's name, before the number of the GPU whose part it is: all but the first one's
 FOLLOW, CHAIN = "follow_", "chain_"  # prefixes of functions that guess tokens: after a step, and after a guess
 BLOCK = f"{CHAIN}block"  # the function for a draft's block
-IMAGE = "image_"  # prefix of the functions of an image encoder, before their number of patches
+IMAGE, PIECE = "image_", "+"  # of an image encoder's functions: before the patches; before the number of a piece
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
 # The limits only keep what is computed with these numbers within 64 bits; other parts determine the right values.
 _Count = Annotated[int, Meta(ge=0, le=1 << 40)]

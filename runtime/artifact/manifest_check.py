@@ -12,6 +12,7 @@ from mlc_amd.runtime.artifact.io_buffers import io_buffers
 from mlc_amd.runtime.artifact.io_names import DRAFTED, ENCODED, HIDDEN, PER_ANSWER, PER_ROW, RESULTS, page_table
 from mlc_amd.runtime.artifact.manifest import (
     BLOCK,
+    PIECE,
     DeviceLaunches,
     Manifest,
     ManifestFunction,
@@ -23,6 +24,7 @@ from mlc_amd.runtime.artifact.manifest import (
     is_encoder,
 )
 from mlc_amd.runtime.artifact.random_weights import draw_fault
+from mlc_amd.runtime.artifact.ranks import segments
 from mlc_amd.runtime.artifact.weight_block import ALIGN, DTYPES, PAD, byte_count
 from mlc_amd.runtime.cache.pages import PAGE, STATE
 from mlc_amd.runtime.errors import shorten
@@ -111,22 +113,25 @@ def _check_files(manifest: Manifest) -> None:
 
 
 def _check_functions(manifest: Manifest) -> None:
-    functions = manifest["functions"]
+    functions, buckets = manifest["functions"], manifest["vision"]["buckets"] if "vision" in manifest else {}
+    encoders = {name: segments(functions, name, PIECE) for name in buckets}
+    unfinished = {piece for pieces in encoders.values() for piece in pieces[:-1]}
     for name, function in functions.items():
         rows, single, logits = function["rows"], function["single"], function["logits"]
         good = single <= rows and logits <= rows and (single <= logits or logits == rows)
         _require(good, f"functions[{shorten(name)}]", f"{rows} rows, {single} single ones and {logits} rows of logits")
         used = {str(arg[-1]) for launch in function["launches"] for arg in launch["args"] if arg[:1] == ["io"]}
-        result, only_keys = ENCODED if is_encoder(name) else "logits", is_draft(name) and not function["samples"]
-        _require(result in used or only_keys, f"functions[{shorten(name)}].launches", f"none computes {result}")
+        result = ENCODED if is_encoder(name) else "logits"
+        lacks = name in unfinished or (is_draft(name) and not function["samples"])  # which writes keys only
+        _require(result in used or lacks, f"functions[{shorten(name)}].launches", f"none computes {result}")
         _require(("sampled" in used) == function["samples"], f"functions[{shorten(name)}].samples", "not what it does")
     if manifest["model"]["encoder"]:
         good = all(f["logits"] == f["rows"] and not f["single"] for f in functions.values())
         _require(good and len(functions) > 0, "functions", "they are not those of an encoder")
         return
-    buckets = manifest["vision"]["buckets"] if "vision" in manifest else {}
     rows = {name: f["rows"] for name, f in functions.items() if is_encoder(name)}
-    _require(rows == buckets, "vision.buckets", "not the functions that encode images")
+    wanted = {piece: buckets[name] for name, pieces in encoders.items() for piece in pieces}
+    _require(rows == wanted, "vision.buckets", "not the functions that encode images")
     functions = decoders(manifest)
     sizes = {name: (f["rows"], f["single"], f["logits"]) for name, f in functions.items()}
     _require(sizes.get("decode") == (1, 1, 1), "functions", "there is none for one row, 'decode'")

@@ -40,10 +40,11 @@ def rank_artifact(artifact, rank: int, inline: bool = False) -> PartArtifact:
     return PartArtifact(artifact, _part(_Cutter(artifact.manifest, rank, inline), tensors, sizes), tensors)
 
 
-def segments(functions: Collection[str], name: str) -> list[str]:
-    """The names of a function's segments among the functions of a part."""
+def segments(functions: Collection[str], name: str, mark: str = ".") -> list[str]:
+    """The names of a function's segments among the functions of a part. mark: before their numbers; PIECE for what a
+    function that encodes images was cut into, of any artifact."""
     found = [name]
-    while (following := f"{name}.{len(found)}") in functions:
+    while (following := f"{name}{mark}{len(found)}") in functions:
         found.append(following)
     return found
 

@@ -46,11 +46,13 @@ class Encoding:
         return any(request.generated for request in self._scheduler.running)
 
     def piece(self) -> Iterable[tuple[Request, Exception]]:
-        """Computes one. Returns the requests that cannot have their images, and why."""
+        """Computes one, of images that a request still waits for. Returns the requests that cannot have their images,
+        and why."""
         missing = self._scheduler.admission.missing
         self._scheduler.chunk_waits = True
-        if self._pieces is None:
-            self._requests = list(missing)[: 1 if self._busy else None]
+        if self._pieces is None or all(request.state == "done" for request in self._requests):
+            waiting = [request for request in missing if request.state != "done"]
+            self._requests = waiting[: 1 if self._busy else None]
             self._pieces = self._features.encode(image for request in self._requests for image in missing[request])
         try:
             next(self._pieces)

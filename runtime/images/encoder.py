@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mlc_amd.runtime.artifact.io_names import ENCODED
+from mlc_amd.runtime.artifact.manifest import PIECE
+from mlc_amd.runtime.artifact.ranks import segments
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.images.layout import Layout, angles, layout, neighbours, patch_lines, positions, put_patches
 from mlc_amd.runtime.images.prepared import PreparedImage
@@ -27,8 +29,8 @@ _TABLE, _CLASS, _BREAK, _BIAS = "v.position_embd.weight", "v.class_embd", "v.tok
 
 
 class ImageEncoder:
-    """The encoder of an artifact that has one, on its open device. One thread at a time, and no step of the decoder
-    meanwhile. UserError for an artifact without an encoder."""
+    """The encoder of an artifact that has one, on its open device. One thread at a time; steps of the decoder and other
+    encodings only between two pieces. UserError for an artifact without an encoder."""
 
     def __init__(self, artifact, device):
         vision = artifact.manifest.get("vision")
@@ -38,6 +40,8 @@ class ImageEncoder:
         self._each = vision["merge"] ** 2
         self._functions = sorted((patches, name) for name, patches in vision["buckets"].items())
         self.most = self._functions[-1][0]  # patches of a run
+        functions = artifact.manifest["functions"]
+        self._cut = {name: segments(functions, name, PIECE) for _, name in self._functions}
         weights: Any = artifact.weights
         self._vectors = {
             name: np.array(weights[name]) for name in (_TABLE, _CLASS, _BREAK, _BIAS) if name in weights.header
@@ -46,6 +50,7 @@ class ImageEncoder:
         # of whose places the device has the inputs: the function's patches, and those of each image
         self._written: tuple[int, list[tuple[int, int]]] | None = None
         self._writing: list[Future] = []  # of `_memory`
+        self._begun: object = None  # the run of which the device has intermediate results
         entry = artifact.manifest["io"][ENCODED]
         self._columns, self._type = entry["shape"][1], np.dtype(entry["dtype"])
 
@@ -54,14 +59,14 @@ class ImageEncoder:
         return [*chain(*self._runs(self._groups(images, self.most, min(self.most, _AT_ONCE))))]
 
     def pieces(self, images: Sequence[PreparedImage]) -> Generator[None, None, list[np.ndarray]]:
-        """`encode` in pieces, with other work of the device between them: runs of the smallest function, or of one
-        larger image. Returns what `encode` returns."""
+        """`encode` in pieces, with other work of the device between them: runs of the smallest function, or of a piece
+        of a larger one. Returns what `encode` returns."""
         found: list[np.ndarray] = []
         smallest = self._functions[0][0]
         for features in self._runs(self._groups(images, smallest, smallest)):
-            if found:
-                yield
             found += features
+            if len(found) < len(images):
+                yield
         return found
 
     def rows(self, image: PreparedImage) -> int:
@@ -124,11 +129,20 @@ class ImageEncoder:
         return found
 
     def _runs(self, groups: Iterable[Sequence[PreparedImage]]) -> Iterator[list[np.ndarray]]:
-        """The features of each group's images."""
+        """The features of each group's images, and [] after each piece of a run but the last. A run begins again where
+        another one came between its pieces."""
         for run in [self._packed(group) for group in groups]:
-            self._write(run)
-            found = self._memory(run)
-            self._device.run(run.function)
+            functions, this, done, found = self._cut[run.function], object(), 0, []
+            while done < len(functions):
+                if self._begun is not this:
+                    self._begun, done = this, 0
+                    self._write(run)
+                    found = self._memory(run)
+                self._write_counts(run)
+                self._device.run(functions[done])
+                done += 1
+                if done < len(functions):
+                    yield []
             yield self._features(run, found)
 
     def _packed(self, images: Sequence[PreparedImage]) -> "_Run":
@@ -149,17 +163,20 @@ class ImageEncoder:
 
     def _write(self, run: "_Run") -> None:
         """The device's inputs."""
-        total, write = run.starts[-1], self._device.write
-        self._device.fill("patches", total, partial(self._put, run))
-        write("state", (0, total, 0, 0))
-        groups = total // (4 if self.vision["nested"] else self._each)
-        write("answers", (groups, groups, 0, 0))
+        self._device.fill("patches", run.starts[-1], partial(self._put, run))
         written = run.size, [*map(self._patches, run.images)]
         if self._written != written:
             self._written = written
             for key, rows in self._places(run).items():
                 if key in self.vision["io"]:
-                    write(key, rows)
+                    self._device.write(key, rows)
+
+    def _write_counts(self, run: "_Run") -> None:
+        """Inputs that steps of the decoder have, too."""
+        total = run.starts[-1]
+        groups = total // (4 if self.vision["nested"] else self._each)
+        self._device.write("state", (0, total, 0, 0))
+        self._device.write("answers", (groups, groups, 0, 0))
 
     def _memory(self, run: "_Run") -> list[np.ndarray]:
         """For the features of each image, written once by threads: the system hands it out then, while the device

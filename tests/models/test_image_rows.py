@@ -202,6 +202,22 @@ def test_answers_go_on_while_images_are_encoded(opened, name):
     assert min(np.diff(counts)) >= 1  # tokens between each two pieces
 
 
+def test_images_of_a_cancelled_request_are_not_encoded_further(opened):
+    engine, encoder, features = opened("qwen2vl")
+    scheduler, encoding = engine._loop.scheduler, engine._loop._works[0]
+    pictures = [encoder.image(features(*range(n, n + 30)), (5, 6)) for n in (100, 200, 300, 400)]
+    seen, expected = Prompt.of([IDS, pictures[1], IDS]), tokens_of(engine, [3, 4, 5], 24)
+    encoder.between = lambda: len(encoder.encoded) == 2 and scheduler.cancel(encoding._requests[0])
+    made = [[], []]
+    for piece in engine.generate([[3, 4, 5], Prompt.of([IDS, *pictures, IDS])], max_tokens=24, temperature=0.0):
+        made[piece.index].append(piece.id)
+    assert made == [expected, []]
+    assert len(encoder.encoded) == 2 and not encoding.waits and pictures[1] not in engine.features
+    encoder.between = lambda: None
+    assert len(tokens_of(engine, seen)) == 8  # those of the next request are
+    assert len(encoder.encoded) == 3 and not encoding.waits
+
+
 def test_no_chunk_comes_right_after_a_piece(opened, monkeypatch):
     """An answer that is being generated waits for a piece of an encoder or for a chunk of a prompt, not for both."""
     engine, encoder, features = opened("qwen2vl")

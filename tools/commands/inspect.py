@@ -8,8 +8,9 @@ from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
-from mlc_amd.runtime.artifact.manifest import is_draft, is_encoder
+from mlc_amd.runtime.artifact.manifest import PIECE, is_draft, is_encoder
 from mlc_amd.runtime.artifact.memory import of_manifest, on_host
+from mlc_amd.runtime.artifact.ranks import segments
 from mlc_amd.runtime.cache.kv_types import latent_type
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.folders import temporary
@@ -205,8 +206,11 @@ def _artifact(artifact, n_cpu_moe: int) -> dict[str, object]:
             listing.append({"name": name, "dtype": entry["dtype"], "shape": entry["shape"], "bytes": end - begin})
     layers = sum(not layer.get("predictor") for layer in manifest["model"]["layers"])
     launches = {}
-    for name, function in manifest["functions"].items():
-        made = function["launches"]
+    functions = manifest["functions"]
+    for name, function in functions.items():
+        if PIECE in name:
+            continue
+        made = [launch for one in segments(functions, name, PIECE) for launch in functions[one]["launches"]]
         each = float(len(made)) if is_draft(name) or is_encoder(name) else per_layer(made, layers)
         known = {key: function[key] for key in ("rows", "single", "logits")}
         launches[name] = known | {"launches": len(made), "per_layer": each}
@@ -228,7 +232,7 @@ def _artifact(artifact, n_cpu_moe: int) -> dict[str, object]:
         "formats": _stored(manifest["formats"]),
         "launches": launches,
         "kernels": manifest["kernels"],
-        "plan": {name: function["launches"] for name, function in manifest["functions"].items()},
+        "plan": {name: function["launches"] for name, function in functions.items()},
         "tensors": listing,
     }
 

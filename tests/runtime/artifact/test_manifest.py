@@ -187,7 +187,7 @@ def test_the_description_has_all_of_the_model():
         (b"", "is damaged"),
         (b"[" * 100_000, "is damaged"),
         (b'{"format": 13}', "is damaged or was changed"),
-        (b'{"format": 6, "x": [1]}', "artifact format 6, this version reads 16"),
+        (b'{"format": 6, "x": [1]}', "artifact format 6, this version reads 17"),
         (b'{"format": "9"}', "is damaged"),
         (b"\xff\xfe", "is damaged"),
         (manifests.text({"context": float("nan")}, {}).encode(), "is damaged"),
@@ -202,10 +202,10 @@ def test_other_content(folder, data, message):
 
 def test_a_newer_format_is_told_from_damage(folder, monkeypatch):
     content = resealing.content(folder)
-    monkeypatch.setattr(manifests, "FORMAT_VERSION", 17)
+    monkeypatch.setattr(manifests, "FORMAT_VERSION", 18)
     resealing.reseal(folder, content | {"new": 1})
     monkeypatch.undo()
-    with pytest.raises(UserError, match="artifact format 17, this version reads 16"):
+    with pytest.raises(UserError, match="artifact format 18, this version reads 17"):
         Artifact.open(folder)
 
 

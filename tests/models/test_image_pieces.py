@@ -1,0 +1,122 @@
+"""A large image is encoded in pieces, and steps of the decoder come between them: results are the same, to the bit."""
+
+import json
+
+import numpy as np
+import pytest
+import vision_models
+import vulkan_harness
+from few_functions import few_functions
+
+from mlc_amd.compiler import manifest
+from mlc_amd.compiler.gguf import synthetic
+from mlc_amd.compiler.gguf.mmproj import VisionFile
+from mlc_amd.compiler.models.vision import build
+from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.runtime.artifact.manifest import is_encoder
+from mlc_amd.runtime.artifact.manifest_check import ManifestFault, check
+from mlc_amd.runtime.artifact.memory import of_manifest
+from mlc_amd.runtime.engine.engine import Engine
+from mlc_amd.runtime.images.prepared import PreparedImage
+from mlc_amd.runtime.images.rows import Prompt
+from mlc_amd.runtime.options import CompileOptions, RunOptions
+from mlc_amd.tools.commands import inspect
+
+IDS = [*range(3, 203)]
+FUNCTIONS = {
+    "cpu": ("decode", "prefill_512", "mixed_512", "score_512"),
+    "vulkan": ("decode", "step_4", "prefill_64", "prefill_512", "mixed_512", "score_64"),
+}
+SIZES = 256, 1024  # patches of functions, fewer than usual
+IMAGE = 18, 16  # patches, more than the smallest function takes
+
+
+@pytest.fixture(scope="module", params=[("cpu", "native"), ("vulkan", "lavapipe")], ids=["cpu", "lavapipe"])
+def engine(request, tmp_path_factory):
+    target, arch = request.param
+    if target == "vulkan":
+        vulkan_harness.gpu()
+    folder = tmp_path_factory.mktemp("pieces")
+    vision_models.write(folder / "mmproj.gguf", "qwen3vl_merger")
+    model = synthetic("tiny-qwen2:f16", keys=vision_models.DECODER)
+    model.add_vision(VisionFile(folder / "mmproj.gguf"))
+    with few_functions(FUNCTIONS[target]), pytest.MonkeyPatch.context() as patch:
+        for module in (build, manifest):
+            patch.setattr(module, "SIZES", SIZES)
+        compile_model(model, folder / "model", CompileOptions(target=target, arch=arch, ctx=512))
+    with Engine.load(folder / "model", RunOptions(kv_tokens=2048)) as engine:
+        yield engine
+
+
+def picture(seed: int) -> PreparedImage:
+    height, width = IMAGE
+    pixels = np.random.default_rng(seed).standard_normal((3, 8 * height, 8 * width)).astype(np.float32)
+    return PreparedImage.of(pixels, height * width // 4, (height // 2, width // 2), "")
+
+
+def test_only_functions_that_encode_images_have_their_part_of_the_arena(engine):
+    made = engine.artifact.manifest
+    spans = {True: [], False: []}
+    for name, function in made["functions"].items():
+        spans[is_encoder(name)] += [
+            (arg[1], arg[1] + int(np.prod(arg[3])) * np.dtype(arg[2]).itemsize)
+            for launch in function["launches"]
+            for arg in launch["args"]
+            if arg[0] == "arena"
+        ]
+    assert max(end for _, end in spans[False]) <= min(first for first, _ in spans[True])
+    assert max(end for _, end in spans[True]) <= made["arena_bytes"] < of_manifest(made).buffers
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["steps", "another image"])
+def test_features_do_not_depend_on_what_comes_between_pieces(engine, other):
+    engine.reset()
+    between = Prompt.of([IDS, picture(2), IDS] if other else [IDS])
+    logits, image = engine.prefill(between).copy(), picture(1)
+    (expected,) = engine.features.encoder.encode([image])
+    run, count = engine.features.encoder.pieces([image]), 1
+    while True:
+        try:
+            next(run)
+        except StopIteration as end:
+            (found,) = end.value
+            break
+        count += 1
+        engine.reset()
+        if count == 3:
+            engine.features._found.clear()  # the other image is encoded again, once
+        assert (engine.prefill(between) == logits).all()
+    assert count > 2
+    assert expected.std() > 0.01 and (found == expected).all()
+
+
+def test_tokens_come_between_pieces(engine, monkeypatch):
+    prompts = [IDS, Prompt.of([IDS, picture(3), IDS])]
+    expected = [[piece.id for piece in engine.generate(one, max_tokens=16, temperature=0.0)] for one in prompts]
+    engine.reset()
+    engine.features._found.clear()
+    made, counts, run = [[], []], [], engine.device.run
+
+    def counted(function, *more):
+        if is_encoder(function):
+            counts.append(len(made[0]))
+        return run(function, *more)
+
+    monkeypatch.setattr(engine.device, "run", counted)
+    for piece in engine.generate(prompts, max_tokens=16, temperature=0.0):
+        made[piece.index].append(piece.id)
+    assert made == expected
+    assert len(counts) > 1 and min(np.diff(counts)) >= 1
+
+
+def test_a_function_in_pieces_is_one_for_inspect_and_checked_as_a_whole(engine, capsys):
+    made, path = engine.artifact.manifest, engine.artifact.path
+    pieces = {name: len(function["launches"]) for name, function in made["functions"].items() if "_1024" in name}
+    inspect.run(str(path), options=CompileOptions(), json=True)
+    found = json.loads(capsys.readouterr().out)
+    (kernel, *_) = (launch["kernel"] for launch in made["functions"]["image_1024"]["launches"])
+    assert len(pieces) > 2 and found["launches"]["image_1024"]["launches"] == sum(pieces.values())
+    assert next(one["calls"] for one in found["kernels"] if one["name"] == kernel).keys() == {"image_1024"}
+    others = {name: function for name, function in made["functions"].items() if name != [*pieces][-1]}
+    with pytest.raises(ManifestFault, match="none computes encoded"):
+        check({**made, "functions": others}, {**engine.artifact.weights.header})
