@@ -20,9 +20,10 @@ from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.compiler.codegen.target import make_target
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base.arch import resolve
-from mlc_amd.schedules.gpu.linear.gemm import gate_up_swiglu, linear
+from mlc_amd.schedules.gpu.linear.gemm import engine, gate_up_swiglu, linear
 from mlc_amd.schedules.gpu.linear.gemm_dot import DotTile
 from mlc_amd.schedules.gpu.linear.gemm_matrix import MatrixTile
+from mlc_amd.schedules.gpu.linear.gemm_tile import product_of
 from mlc_amd.schedules.gpu.linear.linear import head_linear
 from mlc_amd.tools.reference.activations import in_layout, read
 from tests.dev.gfxemu import emulate
@@ -223,6 +224,21 @@ def check_linear(arch, name, kernels=None):
     used = set().union(*(r.by_mnemonic for r in results))
     wanted = {"-matrix": "wmma|mfma", "-dot": "dot4", "-float": "fma"}["-" + name.rsplit("-", 1)[1]]
     assert any(re.search(wanted, mnemonic) for mnemonic in used)
+
+
+def instructions_of_eight(arch_name, fmt):
+    """Wave-instructions for 1000 weights of a workgroup of the default kernel of eight tokens, 4096 rows and columns,
+    whose results are checked."""
+    arch, m, k = resolve(arch_name), 8, 4096
+    layout = placed(MATRIX, arch)
+    tile = engine(product_of(workloads.linear_op([(fmt, k)], k, m, layout), arch)).tile
+    op = workloads.linear_op([(fmt, tile.rows)], k, m, layout)
+    (inputs, x, rounded), (planes, w) = problem(layout, m, k), weights(fmt, tile.rows, k, 0)
+    arrays = {"state": state(m), **inputs, "Y0": np.full((m, tile.rows), np.nan, np.float32)}
+    arrays |= {f"W0_{p}": plane for p, plane in planes.items()}
+    (result,) = emulate(compile_hsaco({"f": linear(op, arch, "f", tile)}, arch), "f", arrays)
+    assert error(arrays["Y0"], x @ rounded(w).T) < tolerance(fmt, "-matrix")
+    return result.total * 1000 / w.size
 
 
 @pytest.mark.full
