@@ -124,7 +124,7 @@ class TensorDevice(SeveralGpus):
         if beside and not self._in_step(beside, function):
             self._in_turn(beside)
             beside = ""
-        if self.can_start_ahead(function):
+        if not beside and self.can_start_ahead(function):
             self.start(function, meanwhile)
             self.wait()
             return
