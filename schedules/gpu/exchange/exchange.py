@@ -31,7 +31,7 @@ from mlc_amd.runtime.exchange_layout import (
     inbox_words,
     outbox_words,
 )  # fmt: skip
-from mlc_amd.schedules.gpu.base.device import barrier, halves, launch
+from mlc_amd.schedules.gpu.base.device import barrier, halves, launch, wave_meets
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import clamped
 from mlc_amd.schedules.gpu.base.registers import at, elements, filled, local, put, vector
@@ -136,7 +136,8 @@ def exchange(
                         for place, own in enumerate(ordered):
                             begin = (row * (parts - 1) + place) * op.n + i * QUAD  # of row * parts + place
                             T.buffer_store(out, vector(own), [at(begin, QUAD)])
-                if norm:  # all lanes of a wave
+                if norm:  # all lanes of a wave, which waited for words each by itself
+                    wave_meets(arch)
                     found = vector([T.Bind(total[j]) for j in range(PAIR)])
                     norm.store(arch, token, column, found, loaded, mine)
             with when(late[0] != 0):
