@@ -84,10 +84,8 @@ def exchange(
     plan = plan or default_plan(4 * words, arch)
     with kernel(name) as ir:
         declared("int32", state=(4,))
-        shape = (values,)
-        residual = shape if isinstance(op, AllReduce) and op.residual else None
-        whole = (parts * values,)
-        partial, before = declared(X=shape, R=residual)
+        shape, whole = (values,), (parts * values,)
+        partial, before = declared(X=shape, R=shape if isinstance(op, AllReduce) and op.residual else None)
         norm = PreparedNorm(op.m, op.n, op.norm_out) if isinstance(op, AllReduce) and op.norm_out else None
         out, _ = declared(Y=shape if sums else whole, P=whole)
         if norm:
@@ -117,7 +115,7 @@ def exchange(
             barrier()  # all threads of the workgroup have sent all, and read the count
             for i, mine in steps():
                 own = _values(_sent(partial, i, sums), sums)  # loads before words are waited for
-                residual = _loaded(before, i * PAIR, PAIR) if before is not None else []
+                residual = [] if before is None else [_loaded(before, i * PAIR, PAIR)]
                 if norm:
                     token, column = (T.Bind(f(i * PAIR, T.int32(op.n))) for f in (T.truncdiv, T.truncmod))
                     loaded, total = norm.load(token, column, PAIR), filled(T.float32(0), PAIR)
@@ -126,16 +124,16 @@ def exchange(
                     got = _received(box, inbox, places, late, polls, plan.pause)
                     ordered = _in_order(own, [_values(data, sums) for data in got], rank)
                     if sums:
-                        result = _added([*([residual] if residual else []), *ordered])
+                        result = _added([*residual, *ordered])
                         for j in range(0, PAIR, QUAD):
                             T.buffer_store(out, vector(result[j : j + QUAD]), [at(i * PAIR + j, QUAD)])
                         for j, value in enumerate(result if norm else []):
                             put(total, value, j)
                     else:
                         row = T.Bind(T.truncdiv(i * QUAD, T.int32(op.n)))
-                        for place, own in enumerate(ordered):
+                        for place, theirs in enumerate(ordered):
                             begin = (row * (parts - 1) + place) * op.n + i * QUAD  # of row * parts + place
-                            T.buffer_store(out, vector(own), [at(begin, QUAD)])
+                            T.buffer_store(out, vector(theirs), [at(begin, QUAD)])
                 if norm:  # all lanes of a wave, which waited for words each by itself
                     wave_meets(arch)
                     found = vector([T.Bind(total[j]) for j in range(PAIR)])

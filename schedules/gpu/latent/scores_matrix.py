@@ -81,8 +81,8 @@ class MatrixScores:
         (self.row, self.wave, self.lane), unit = place, known_unit(arch)
         self.unit, self.d, self.tiles = unit, op.d, KEYS // unit.side
         self.r, self.part = (T.Bind(x) for x in unit.place(self.lane, arch.wave))
-        heads, acc = op.heads // SIDE, unit.side * SIDE // arch.wave
-        together = max(n for n in range(1, heads + 1) if heads % n == 0 and n * self.tiles * acc <= SUMS)
+        heads = op.heads // SIDE
+        together = max(n for n in range(1, heads + 1) if heads % n == 0 and n * self.tiles * unit.acc <= SUMS)
         self.heads = [range(first, first + together) for first in range(0, heads, together)]
         chunks, words = op.d // unit.columns, self.tiles * unit.units * UNIT // 2
         batch = max(n for n in range(1, chunks + 1) if chunks % n == 0 and (n == 1 or n * words <= LOADED))
