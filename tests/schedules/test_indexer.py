@@ -140,8 +140,8 @@ def test_choice_on_matrices(arch):
     check(CHOICE, "gpu", lambda arrays: execute(built(CHOICE, device), arrays, device))
 
 
-def test_queries_of_other_sizes_and_steps_than_float16():
-    """Those of even heads are tiny, of odd ones large; of two kinds of keys the better one is so by 2**-13."""
+def test_queries_that_float16_cannot_hold():
+    """Those of even heads are tiny, those of odd heads large; the scores of two kinds of keys differ by 2**-13."""
     arch, factors = profiles.resolve("nvidia"), np.where(np.arange(32) % 2, 1e30, 1e-30)
 
     def changed(arrays):

@@ -2,10 +2,9 @@
 that gets them from the host between two segments of a step (parts.py).
 
 Each GPU sends its part to the others as words (words.py), rounded to float16 if it is to be added up, then waits for
-theirs and adds all parts to the residual in the order of ranks: all have the same bits. It prepares the norm of the
-sum for the layers after it (linear/deferred_norm.py). Where it sends them, they get
-into the others' inboxes by themselves (`peers`: memory that GPUs write to directly), or the host moves them
-(runtime/devices/exchange).
+theirs and adds all parts to the residual in the order of ranks: all have the same bits. It may prepare the norm of the
+sum for the layers after it (linear/deferred_norm.py). GPUs write words to the others' inboxes themselves (`peers`), or
+to an outbox, from which the host moves them (runtime/devices/exchange).
 
 The kernel counts rounds, since recorded launches cannot carry numbers. They alternate between two slots of inboxes and
 outboxes: a GPU begins round n + 2 when it has all words of round n + 1, which the others sent when they had those of
@@ -102,7 +101,7 @@ def exchange(
             count = -(-words // 2 // (plan.groups * plan.threads))
 
             def steps() -> Iterator[tuple[Expr, Expr]]:
-                """(a thread's pair, or after the last one that, whether it is its own)."""
+                """(the number of a pair that exists; whether this thread is to exchange it)."""
                 with T.serial(count) as step:
                     i = T.Bind((group * count + step) * plan.threads + thread)
                     yield T.Bind(T.min(i, last)), T.Bind(alive & (i <= last))
