@@ -14,7 +14,7 @@ from mlc_amd.schedules.choices import choices
 from mlc_amd.schedules.gpu.attention.attention_step import LOWEST
 from mlc_amd.schedules.gpu.attention.cache import UNIT, clamped_position, row_slot
 from mlc_amd.schedules.gpu.attention.cache_units import WORDS
-from mlc_amd.schedules.gpu.base.device import barrier, fma, launch, maximum, uniform, wave_max
+from mlc_amd.schedules.gpu.base.device import barrier, fma, launch, maximum, uniform, wave_max, wave_meets
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, each_owned, elements, filled, local, put
@@ -114,6 +114,7 @@ def score_keys(op: SelectKeys, arch: Device, state: Buffer, places, queries, buf
                         put(Order, order, row, 0, first + number)
                         digit = first_digit(order)
                         add_to(T.int32(1), *((Counts, row, digit) if counts is None else (counts, digit)))
+                wave_meets(arch)  # the next step multiplies matrices
             if counts is not None:
                 barrier()
                 _add_counts(counts, (Counts, row), tid, threads)
