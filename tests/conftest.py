@@ -35,7 +35,7 @@ from tests.dev import gfxemu
 pytest.register_assert_rewrite("emulator_suite")
 
 REPO = Path(__file__).resolve().parent.parent
-gc.disable()  # until all tests are collected: little of what is made lives shortly
+gc.disable()  # until all tests are collected, which makes little garbage
 # Of the many processes that tests start, each would compile TVM's Python code anew, a second of CPU time, where
 # containers switch bytecode files off. These lie in a folder of their own.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -158,8 +158,8 @@ class Target(ABC):
         return True
 
     def norm_place(self, before: Linear | AllReduce | None, readers: Sequence[Linear | GateUp]) -> NormPlace:
-        """Where a norm of all rows is computed. before: the linear that computes its input, if it is one of a single
-        segment; readers: all that reads it (compiler/passes/fuse_norms.py)."""
+        """Where a norm of all rows is computed. before: the linear of a single segment that computes its input, or the
+        exchange that adds it up, if it is one; readers: all that reads it (compiler/passes/fuse_norms.py)."""
         return "launch"
 
     def attention_workspace(self, attention: AttentionConfig, ctx: int, single: int) -> TensorTypes:

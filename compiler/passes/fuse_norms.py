@@ -1,4 +1,4 @@
-"""Norms become part of the linears around them: `fuse_norm_linear` and `defer_norms`."""
+"""Norms become part of the linears and exchanges around them: `fuse_norm_linear` and `defer_norms`."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -140,7 +140,7 @@ class _Deferrer:
     def __init__(self, plan: _Plan):
         self.plan = plan
         self.scales = {}  # of calls that give them
-        self.made = {}  # norm to what its input's linear prepared: x * g, squares
+        self.made = {}  # norm to what the linear or exchange of its input prepared: x * g, squares
 
     def __call__(self, call, rewriter):
         plan, visit = self.plan, rewriter.visit_expr

@@ -3,8 +3,8 @@ hold the same rows, bit by bit.
 
 What they computed crosses while kernels run (exchange/), or between the segments of a function through host memory,
 which all GPUs read and write themselves (handover.py). One thread serves all GPUs: it begins a segment on each of them
-once all have finished the one before. A chunk of a prompt may be computed beside the next step: segments of both take
-turns, so that GPUs compute one of them while rows of the other cross.
+once all have finished the one before. A chunk of a prompt may be computed beside the next step if both are cut at the
+same layers: segments of both take turns, so that GPUs compute one of them while rows of the other cross.
 
 Once a step has failed, what the cache holds is unknown: all later ones fail, too.
 """
@@ -124,7 +124,7 @@ class TensorDevice(SeveralGpus):
         if beside and not self._in_step(beside, function):
             self._in_turn(beside)
             beside = ""
-        if self.can_start_ahead(function):
+        if not beside and self.can_start_ahead(function):
             self.start(function, meanwhile)
             self.wait()
             return

@@ -17,7 +17,7 @@ from mlc_amd.schedules.cpu.base.arch import resolve
 from mlc_amd.schedules.gpu.attention.cache import cache_types as gpu_types
 from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.schedules.gpu.base.arch import resolve as gfx
-from mlc_amd.schedules.gpu.latent import selected_tiles
+from mlc_amd.schedules.gpu.latent import scores, selected_tiles
 from mlc_amd.schedules.operators import CompressedAttention, SelectedAttention, SelectKeys
 from mlc_amd.schedules.operators.attention import PAGE, SLOTS, Attention
 from mlc_amd.tools.reference.case import Case
@@ -140,8 +140,16 @@ def test_choice_on_matrices(arch):
     check(CHOICE, "gpu", lambda arrays: execute(built(CHOICE, device), arrays, device))
 
 
-def test_queries_of_other_sizes_and_steps_than_float16():
-    """Those of even heads are tiny, of odd ones large; of two kinds of keys the better one is so by 2**-13."""
+def test_several_groups_of_keys_on_matrices(monkeypatch):
+    """One workgroup has all groups of a row."""
+    monkeypatch.setattr(scores, "FILL", 1)
+    device, places = replace(profiles.resolve("nvidia"), units=1), [(511, 2), (300, 7)]
+    op = SelectKeys(heads=16, d=64, used=USED, ctx=512, m=len(places))
+    check(op, "gpu", lambda arrays: execute(built(op, device), arrays, device), places=places)
+
+
+def test_queries_that_float16_cannot_hold():
+    """Those of even heads are tiny, those of odd heads large; the scores of two kinds of keys differ by 2**-13."""
     arch, factors = profiles.resolve("nvidia"), np.where(np.arange(32) % 2, 1e30, 1e-30)
 
     def changed(arrays):

@@ -35,13 +35,11 @@ from mlc_amd.compiler.models.residuals.config import CheckpointConfig, GatedConf
 from mlc_amd.schedules.operators.experts import LIMITED, SITU
 
 MOST_STREAMS = 8  # a thread has a matrix of streams by streams in its registers
+LONG_BLOCKS = 128  # positions of the blocks of deepseek4 that do not overlap
 
 
 def _stream_count(keys: Keys) -> int:
     return keys.integer("hyper_connection.count", maximum=MOST_STREAMS)
-
-
-LONG_BLOCKS = 128  # positions of the blocks of deepseek4 that do not overlap
 
 
 @architecture("hy_v4", ignored=("attn_output.scale",))

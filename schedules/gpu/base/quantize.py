@@ -129,8 +129,8 @@ def emit_store(
 ) -> None:
     """Writes a lane's columns of a token in that `layout`. x: float32 registers, columns `column`.. (a multiple of
     their number), fours of them; with "" and "rows" it may be one. For "rows" neighbouring lanes hold a block, and all
-    lanes of the wave must call this. live: a condition (the same in all lanes of a block);
-    nothing is written where it is false."""
+    lanes of the wave must call this. live: a condition (the same in all lanes of a block); nothing is written where it
+    is false."""
     words, fields = [], []
     if layout == "rows":
         words, fields = quantize_block(arch, x)

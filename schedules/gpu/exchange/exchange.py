@@ -2,10 +2,9 @@
 that gets them from the host between two segments of a step (parts.py).
 
 Each GPU sends its part to the others as words (words.py), rounded to float16 if it is to be added up, then waits for
-theirs and adds all parts to the residual in the order of ranks: all have the same bits. It prepares the norm of the
-sum for the layers after it (linear/deferred_norm.py). Where it sends them, they get
-into the others' inboxes by themselves (`peers`: memory that GPUs write to directly), or the host moves them
-(runtime/devices/exchange).
+theirs and adds all parts to the residual in the order of ranks: all have the same bits. It may prepare the norm of the
+sum for the layers after it (linear/deferred_norm.py). GPUs write words to the others' inboxes themselves (`peers`), or
+to an outbox, from which the host moves them (runtime/devices/exchange).
 
 The kernel counts rounds, since recorded launches cannot carry numbers. They alternate between two slots of inboxes and
 outboxes: a GPU begins round n + 2 when it has all words of round n + 1, which the others sent when they had those of
@@ -31,7 +30,7 @@ from mlc_amd.runtime.exchange_layout import (
     inbox_words,
     outbox_words,
 )  # fmt: skip
-from mlc_amd.schedules.gpu.base.device import barrier, halves, launch
+from mlc_amd.schedules.gpu.base.device import barrier, halves, launch, wave_meets
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import clamped
 from mlc_amd.schedules.gpu.base.registers import at, elements, filled, local, put, vector
@@ -84,10 +83,8 @@ def exchange(
     plan = plan or default_plan(4 * words, arch)
     with kernel(name) as ir:
         declared("int32", state=(4,))
-        shape = (values,)
-        residual = shape if isinstance(op, AllReduce) and op.residual else None
-        whole = (parts * values,)
-        partial, before = declared(X=shape, R=residual)
+        shape, whole = (values,), (parts * values,)
+        partial, before = declared(X=shape, R=shape if isinstance(op, AllReduce) and op.residual else None)
         norm = PreparedNorm(op.m, op.n, op.norm_out) if isinstance(op, AllReduce) and op.norm_out else None
         out, _ = declared(Y=shape if sums else whole, P=whole)
         if norm:
@@ -104,7 +101,7 @@ def exchange(
             count = -(-words // 2 // (plan.groups * plan.threads))
 
             def steps() -> Iterator[tuple[Expr, Expr]]:
-                """(a thread's pair, or after the last one that, whether it is its own)."""
+                """(the number of a pair that exists; whether this thread is to exchange it)."""
                 with T.serial(count) as step:
                     i = T.Bind((group * count + step) * plan.threads + thread)
                     yield T.Bind(T.min(i, last)), T.Bind(alive & (i <= last))
@@ -117,7 +114,7 @@ def exchange(
             barrier()  # all threads of the workgroup have sent all, and read the count
             for i, mine in steps():
                 own = _values(_sent(partial, i, sums), sums)  # loads before words are waited for
-                residual = _loaded(before, i * PAIR, PAIR) if before is not None else []
+                residual = [] if before is None else [_loaded(before, i * PAIR, PAIR)]
                 if norm:
                     token, column = (T.Bind(f(i * PAIR, T.int32(op.n))) for f in (T.truncdiv, T.truncmod))
                     loaded, total = norm.load(token, column, PAIR), filled(T.float32(0), PAIR)
@@ -126,17 +123,18 @@ def exchange(
                     got = _received(box, inbox, places, late, polls, plan.pause)
                     ordered = _in_order(own, [_values(data, sums) for data in got], rank)
                     if sums:
-                        result = _added([*([residual] if residual else []), *ordered])
+                        result = _added([*residual, *ordered])
                         for j in range(0, PAIR, QUAD):
                             T.buffer_store(out, vector(result[j : j + QUAD]), [at(i * PAIR + j, QUAD)])
                         for j, value in enumerate(result if norm else []):
                             put(total, value, j)
                     else:
                         row = T.Bind(T.truncdiv(i * QUAD, T.int32(op.n)))
-                        for place, own in enumerate(ordered):
+                        for place, theirs in enumerate(ordered):
                             begin = (row * (parts - 1) + place) * op.n + i * QUAD  # of row * parts + place
-                            T.buffer_store(out, vector(own), [at(begin, QUAD)])
-                if norm:  # all lanes of a wave
+                            T.buffer_store(out, vector(theirs), [at(begin, QUAD)])
+                if norm:  # all lanes of a wave, which waited for words each by itself
+                    wave_meets(arch)
                     found = vector([T.Bind(total[j]) for j in range(PAIR)])
                     norm.store(arch, token, column, found, loaded, mine)
             with when(late[0] != 0):

@@ -1,7 +1,7 @@
 """The choice of keys of sparse attention on the GPU (schedules/operators/indexer.py), in three launches:
 
 1. Rows' own keys go into the cache, and queries become operands of matrix units.
-2. The scores, as int32 in the same order, of keys with the first digit's counts (`scores.py`).
+2. The scores as int32 in the same order; those of single keys with the counts of their first digit (`scores.py`).
 3. A workgroup for each row finds the least score that is chosen digit by digit: how many scores have which digit says
    where it is. Then each wave writes, in order, the numbers of those of its part of the scores that are chosen.
 

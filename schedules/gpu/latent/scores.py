@@ -14,7 +14,7 @@ from mlc_amd.schedules.choices import choices
 from mlc_amd.schedules.gpu.attention.attention_step import LOWEST
 from mlc_amd.schedules.gpu.attention.cache import UNIT, clamped_position, row_slot
 from mlc_amd.schedules.gpu.attention.cache_units import WORDS
-from mlc_amd.schedules.gpu.base.device import barrier, fma, launch, maximum, uniform, wave_max
+from mlc_amd.schedules.gpu.base.device import barrier, fma, launch, maximum, uniform, wave_max, wave_meets
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, each_owned, elements, filled, local, put
@@ -42,13 +42,18 @@ def first_digit(order: Expr) -> Expr:
     return T.shift_right(order, T.int32(DIGITS[0][0])) + COUNTS // 2
 
 
+def _keys_of_lane(arch: Device) -> int:
+    """How many keys of a group a lane has."""
+    return max(min(KEYS, GROUP // arch.wave), 1)
+
+
 class _Keys:
     """Keys of a group in shared memory, some columns at a time, `size` keys of which each lane has `per`."""
 
     def __init__(self, arch: Device, op: SelectKeys, Ik: Buffer, threads: int, tid: Expr):
         self.Ik, self.threads, self.tid, self.wave = Ik, threads, tid, arch.wave
         self.columns = max(n for n in range(UNIT, (64 if arch.lds >= ROOMY else 32) + 1, UNIT) if op.d % n == 0)
-        self.per = max(min(KEYS, GROUP // arch.wave), 1)
+        self.per = _keys_of_lane(arch)
         self.size, self.units = self.per * arch.wave, self.columns // UNIT
         self.loaded = local(-(-self.size * self.units // threads) * WORDS, "uint32")
         # a unit after each row: neighbouring rows start in different banks
@@ -109,6 +114,7 @@ def score_keys(op: SelectKeys, arch: Device, state: Buffer, places, queries, buf
                         put(Order, order, row, 0, first + number)
                         digit = first_digit(order)
                         add_to(T.int32(1), *((Counts, row, digit) if counts is None else (counts, digit)))
+                wave_meets(arch)  # the next step multiplies matrices
             if counts is not None:
                 barrier()
                 _add_counts(counts, (Counts, row), tid, threads)
@@ -120,7 +126,7 @@ class LaneScores:
     @staticmethod
     def shape(op: SelectKeys, arch: Device) -> tuple[int, int]:
         waves = next(n for n in (WAVES, 2, 1) if op.heads % n == 0 and n * arch.wave <= arch.threads)
-        return waves, max(min(KEYS, GROUP // arch.wave), 1) * arch.wave
+        return waves, _keys_of_lane(arch) * arch.wave
 
     def __init__(self, op: SelectKeys, arch: Device, queries, Ik: Buffer, pages, place):
         (self.Q, self.W), (self.pages, self.slot), (self.row, self.wave, self.lane) = queries, pages, place

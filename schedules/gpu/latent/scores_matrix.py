@@ -1,9 +1,9 @@
 """The scores of an indexer's keys on matrix units whose lanes are known (`matrices.py`), of either API.
 
-Operand A are the queries of 16 heads, operand B keys, which go from the cache to registers to matrices. A query is two
-float16, what the first one lacks being the second, times a power of two that its head's weight is divided by: products
-are as exact as with float32. Of sums whose lanes are not known the lanes add up as many elements as they have, each of
-one key, and the rest in shared memory.
+Operand A are the queries of 16 heads, operand B keys, which go from the cache to registers to matrices. A query is
+multiplied by a power of two, by which its head's weight is divided, and is the sum of two float16: the second has what
+the first lacks, so that products are as exact as with float32. Where the lanes of sums are not known, the weighted sums
+are a matrix, too, whose columns, one for each key, go through shared memory to be added up.
 """
 
 from itertools import product
@@ -23,14 +23,14 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 KEYS, WAVES = 32, 8  # keys of a wave, which divide a page; waves of a workgroup, at most
 SUMS, LOADED = 64, 64  # registers of a lane for sums and for keys, at most
-SCALE = 10 << 23  # the exponent that the largest element of a query gets, above 1
-HIGH = -(1 << 13)  # a mask: what float16 has of a float32
+SCALE = 10 << 23  # the exponent of a query's largest element after scaling, in the bits of a float32
+HIGH = -(1 << 13)  # a mask: the bits of a float32 that float16 has
 SHARED = SIDE // WIDTH + 1  # units of a key's sums in shared memory: neighbouring keys begin in different banks
 
 
 class Queries:
-    """Of a step's rows, as operands: float16 [m, 2, heads * d] and weights float32 [m, heads / 16, copies, 16], copies
-    being the columns of a matrix of sums where its lanes are not known."""
+    """The queries of a step's rows as operands, float16 [m, 2, heads * d], and the heads' weights, float32 [m,
+    heads / 16, copies, 16]: a copy for each column of a matrix of sums where its lanes are not known, else one."""
 
     def __init__(self, op: SelectKeys, arch: Device):
         self.op, self.arch, unit = op, arch, known_unit(arch)
@@ -44,7 +44,7 @@ class Queries:
         return bool(arch.lane_blocks) and op.heads % SIDE == 0 and op.d % known_unit(arch).columns == 0
 
     def store(self, Q: Buffer, W: Buffer, row: Expr, head: Expr, lane: Expr) -> None:
-        """A wave stores those of a head of a row."""
+        """A wave stores the query and the weight of a head of a row."""
         d, largest = self.op.d, filled(T.float32(0))
         own = [(T.Bind(head * d + i * WIDTH), valid) for i, valid in each_owned(lane, self.arch.wave, d // WIDTH)]
         loaded = [elements(T.Bind(Q[row, at(column, WIDTH)])) for column, _ in own]
@@ -67,8 +67,8 @@ class Queries:
 
 
 class MatrixScores:
-    """A workgroup's: of groups of keys in the cache Ik of the slot that `pages` (buffer, slot) are of. place: the row,
-    this thread's wave and lane."""
+    """The scores that a workgroup computes, a group of keys of the cache Ik at a time. pages: (page table, the row's
+    slot in it); place: the row, this thread's wave and lane."""
 
     @staticmethod
     def shape(op: SelectKeys, arch: Device) -> tuple[int, int]:
@@ -81,8 +81,8 @@ class MatrixScores:
         (self.row, self.wave, self.lane), unit = place, known_unit(arch)
         self.unit, self.d, self.tiles = unit, op.d, KEYS // unit.side
         self.r, self.part = (T.Bind(x) for x in unit.place(self.lane, arch.wave))
-        heads, acc = op.heads // SIDE, unit.side * SIDE // arch.wave
-        together = max(n for n in range(1, heads + 1) if heads % n == 0 and n * self.tiles * acc <= SUMS)
+        heads = op.heads // SIDE
+        together = max(n for n in range(1, heads + 1) if heads % n == 0 and n * self.tiles * unit.acc <= SUMS)
         self.heads = [range(first, first + together) for first in range(0, heads, together)]
         chunks, words = op.d // unit.columns, self.tiles * unit.units * UNIT // 2
         batch = max(n for n in range(1, chunks + 1) if chunks % n == 0 and (n == 1 or n * words <= LOADED))

@@ -1,10 +1,11 @@
-"""An RMS norm without a launch: the linear layer before it and those after it share the work.
+"""An RMS norm without a launch: the linear layer or exchange before it and the layers after it share the work.
 
     y = x * G * scale(x), scale(x) = 1 / sqrt(mean(x*x) + eps), so W y = scale(x) * W (x * G)
 
-The layer that computes x prepares the norm (`PreparedNorm`): it stores x * G, too, in the layout in which the layers
-after it read their input, and the sums of x*x of some columns (`layouts.SUMMED`). The layers that read it complete it
-(`CompletedNorm`): they multiply their products by scale(x), which is one number a token.
+The layer that computes x, or the exchange that adds it up, prepares the norm (`PreparedNorm`): it stores x * G, too, in
+the layout in which the layers after it read their input, and the sums of x*x of some columns (`layouts.SUMMED`). The
+layers that read it complete it (`CompletedNorm`): they multiply their products by scale(x), which is one number a
+token.
 
     Squares  float32 [m, k / SUMMED]   the sums of x*x
     A, S     layout "rows"             x * G: int8 blocks, which have scales of their own

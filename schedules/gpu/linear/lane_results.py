@@ -120,8 +120,8 @@ class LaneResults(Gemm[LaneTile]):
         rows, tokens = range(0, self.tiles_n, self.rows_at_once), range(0, self.tiles_m, self.at_once)
         passes = [(i, j) for i in rows for j in tokens]
         together = self.threads // self.per_pass  # passes in which each thread has one result
-        loads = len(passes) / together if together * self.per_pass == self.threads else 0
-        if work.early and self._is_whole(work.rows) and loads in EARLY:
+        each = len(passes) / together if together * self.per_pass == self.threads else 0
+        if work.early and self._is_whole(work.rows) and each in EARLY:
             return self._finish_early(work, [passes[i : i + together] for i in range(0, len(passes), together)])
         for number, (i, j) in enumerate(passes):
             if number:
