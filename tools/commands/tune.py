@@ -51,9 +51,7 @@ def run(
     tracker: Tracker = None,
     key: Key = None,
     device: Annotated[str | None, option_of(RunOptions, "device")] = None,
-    gpus: Annotated[int, Option(
-        "tune the kernels of so many GPUs that share the model: of `compile --split tensor --gpus N`", default="1",
-        low=1, high=8)] = 1,
+    gpus: Annotated[int, replace(option_of(CompileOptions, "gpus"), default="1")] = 1,
     mmproj: Annotated[str | None, replace(option_of(CompileOptions, "mmproj"), default="none is tuned")] = None,
     seed: Annotated[int, option_of(SamplingChanges, "seed")] = 1,
     list: bool = False,
