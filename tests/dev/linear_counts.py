@@ -93,6 +93,8 @@ def main() -> int:
 
 
 def report(arch: GpuArch, fmt: str, tokens: int, kernels: bool) -> None:
+    if not arch.lane_blocks:
+        raise UserError(f"{arch.name} has no matrix units: give --archs others")
     total, weights = Counts(0, 0, 0), 0
     for part, op in operators(fmt, f"lanes:{arch.lane_blocks}" if tokens > 1 else "rows", tokens):
         found, made = kernel_counts(op, arch)

@@ -26,6 +26,7 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 DIGITS = ((21, 11), (10, 11), (0, 10))  # of a score, the highest first: the lowest bit, bits
 COUNTS = 1 << DIGITS[0][1]
+MOST = (1 << 31) - 1  # in the place of the scores of blocks that are chosen in any case
 GROUP, KEYS, HEADS = 128, 4, 8  # keys of a workgroup and of a lane, and heads of these keys at a time, at most
 WAVES = 4  # that have the same keys, at most
 ROOMY = 32 * 1024  # bytes of shared memory with which a workgroup counts its scores' digits itself
@@ -35,7 +36,7 @@ FILL = 32  # workgroups for each compute unit, at most
 def order_of(score: Expr) -> Expr:
     """An int32 that is larger where the score is."""
     bits = T.Bind(T.reinterpret("int32", T.Bind(score)))
-    return T.Select(bits < 0, bits ^ T.int32(0x7FFFFFFF), bits)
+    return T.Select(bits < 0, bits ^ T.int32(MOST), bits)
 
 
 def first_digit(order: Expr) -> Expr:
@@ -199,7 +200,7 @@ def score_blocks(op: SelectKeys, arch: Device, state: Buffer, places, buffers) -
                 with T.serial(op.heads) as head:
                     put(total, total[0] + maximum(_product(Q, row, head, key, op.d), T.float32(0)), 0)
                 score, forced = total[0], (number + 1) * op.block - 1 > last
-            order = T.Bind(T.Select(forced, T.int32(0x7FFFFFFF), order_of(score)))
+            order = T.Bind(T.Select(forced, T.int32(MOST), order_of(score)))
             with T.If((lane == 0) if op.by_head else (number < op.blocks)), T.Then():
                 put(Order, order, row, own, number)
 
