@@ -10,6 +10,7 @@ Device(artifact, threads) -> checks that this machine can run the artifact, maps
                              computes what does not read these at the same time. Its errors are raised when it is idle
 .can_start_ahead(function, late)  whether a run of that function may start while another one is in progress; late: also
                              before its LATE inputs are known; if so, the methods up to `wait` exist
+.prepare(function, ahead, late)  what `start`, or `start_ahead`, would do at its first call, which may take long
 .start(function, meanwhile)  `run` without waiting
 .start_ahead(function, late) starts another run of the same function and rows while one is in progress: its tokens are
                              those that the other one samples (`sampled`), its other inputs what was written since. One

@@ -94,6 +94,8 @@ class TensorDevice(SeveralGpus):
     def start(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
         """Only functions of one segment."""
         with self._working():
+            for device in self.stages:  # once some compute, they do not wait long for the others
+                device.prepare(function, late=meanwhile is not None)
             self._begin_rounds(function)
             self._start(function, [*self.stages], meanwhile)
 
@@ -104,6 +106,8 @@ class TensorDevice(SeveralGpus):
 
     def start_ahead(self, function: str, late: bool = False) -> None:
         with self._working():
+            for device in self.stages:
+                device.prepare(function, True, late)
             self._begin_rounds(function)
             for device in self.stages:
                 device.start_ahead(function, late)

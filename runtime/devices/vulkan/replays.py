@@ -51,10 +51,14 @@ class Replays(RunHooks):
 
     # ---- hooks of the queue
 
-    def submit(self, run: QueuedRun) -> None:
-        slot = run.slot if run.ahead else None
-        if slot is not None:
+    def prepare(self, run: QueuedRun) -> None:
+        if run.ahead:
             self.io.add_slots()
+        self._record_whole(run.name, run.slot if run.ahead else None, run.late)
+
+    def submit(self, run: QueuedRun) -> None:
+        self.prepare(run)
+        slot = run.slot if run.ahead else None
         first = self._record_whole(run.name, slot, run.late)[0]
         before = self.io.before(slot)
         if run.late:  # no stage's run is

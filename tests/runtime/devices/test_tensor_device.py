@@ -207,6 +207,29 @@ def test_a_gpu_that_is_lost(divided, monkeypatch, number, inline):
     assert not any(stage.close.alive for stage in device.stages)
 
 
+def test_a_run_is_recorded_for_all_gpus_before_one_computes(divided, monkeypatch):
+    """Kernels of the first one would wait for the others meanwhile."""
+    monkeypatch.setattr(opening, "exchanges_inline", lambda *_: True)
+    events = []
+
+    def started(function, meanwhile=None):
+        events.append("started")
+        if callable(meanwhile):  # `late` of runs that start ahead
+            meanwhile()
+
+    with Engine.load(divided, TWO) as engine:
+        for stage in engine.device.stages:
+            record = stage._replays._record_groups
+            noted = lambda *args, record=record, **more: events.append("recorded") or record(*args, **more)  # noqa: E731
+            monkeypatch.setattr(stage._replays, "_record_groups", noted)
+            monkeypatch.setattr(stage, "start", started)
+            monkeypatch.setattr(stage, "start_ahead", started)
+        for run in (lambda: engine.device.start("decode", lambda: None), lambda: engine.device.start_ahead("decode")):
+            events.clear()
+            run()
+            assert events == ["recorded"] * 2 + ["started"] * 2
+
+
 def relay_threads() -> int:
     return sum(thread.name == "mlc-amd relay" for thread in threading.enumerate())
 
