@@ -40,6 +40,7 @@ Of a GPU that is a stage of several (staged.py), which one thread at a time may 
 .connect(before, after)      once, at first: the `Handover`s through which runs receive bytes of the stage before, and
                              hand over bytes to the next one
 .hand_over(received, sent)   the parts of these that the next run uses
+.run_plain, .time            take `meanwhile`, too, which is called once the GPU computes
 .exchange_through(boxes)     before anything else, where kernels exchange parts while they run: the addresses that they
                              get, by name (artifact/manifest.py's `boxes_of`). Returns an iterator, which pauses after
                              each start of a step: all GPUs compute it at the same time

@@ -228,8 +228,9 @@ class QueuedDevice(ABC):
         with self._usable("computing a step"):
             self._queue.wait()
 
-    def run_plain(self, function: str) -> None:
+    def run_plain(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
         with self._usable(f"running {function}"):
             self._queue.settle()
-            for _ in self._run_alone(function, plain=True):
-                pass
+            for number, _ in enumerate(self._run_alone(function, plain=True)):
+                if meanwhile and number == 0:
+                    meanwhile()

@@ -230,6 +230,18 @@ def test_a_run_is_recorded_for_all_gpus_before_one_computes(divided, monkeypatch
             assert events == ["recorded"] * 2 + ["started"] * 2
 
 
+def test_others_begin_once_the_gpu_that_records_a_plain_run_computes(two, monkeypatch):
+    device, events = two.device, []
+    first, last = device.stages
+    record, begin = last._replays._record_groups, first.begin
+    monkeypatch.setattr(last._replays, "_record_groups", lambda *args: events.append("recorded") or record(*args))
+    monkeypatch.setattr(first, "begin", lambda name: events.append("begun") or begin(name))
+    write_private_pages(device, device.manifest)
+    write_step(device, device.manifest["functions"]["decode"], [(3, 0, 0)])
+    device.run_plain("decode")
+    assert events == ["recorded", "begun"] * len(device._segments["decode"])
+
+
 def relay_threads() -> int:
     return sum(thread.name == "mlc-amd relay" for thread in threading.enumerate())
 
