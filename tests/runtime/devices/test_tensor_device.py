@@ -147,6 +147,11 @@ def test_times_are_those_of_all_launches(two):
     assert kept == [launch["kernel"] for launch in launches]
 
 
+def test_times_of_a_chunk_that_is_computed_by_halves(two):
+    function, tokens, times = two.time(PROMPTS[2])
+    assert (function, tokens) == ("prefill_64", 64) and times
+
+
 def test_answers_to_many_and_cancelled_ones_free_their_pages(two):
     draw = np.random.default_rng(1)
     for _ in range(2):
