@@ -10,6 +10,7 @@ Device(artifact, threads) -> checks that this machine can run the artifact, maps
                              computes what does not read these at the same time. Its errors are raised when it is idle
 .can_start_ahead(function, late)  whether a run of that function may start while another one is in progress; late: also
                              before its LATE inputs are known; if so, the methods up to `wait` exist
+.prepare(function, ahead, late)  what `start`, or `start_ahead`, would do at its first call, which may take long
 .start(function, meanwhile)  `run` without waiting
 .start_ahead(function, late) starts another run of the same function and rows while one is in progress: its tokens are
                              those that the other one samples (`sampled`), its other inputs what was written since. One
@@ -39,6 +40,7 @@ Of a GPU that is a stage of several (staged.py), which one thread at a time may 
 .connect(before, after)      once, at first: the `Handover`s through which runs receive bytes of the stage before, and
                              hand over bytes to the next one
 .hand_over(received, sent)   the parts of these that the next run uses
+.run_plain, .time            take `meanwhile`, too, which is called once the GPU computes
 .exchange_through(boxes)     before anything else, where kernels exchange parts while they run: the addresses that they
                              get, by name (artifact/manifest.py's `boxes_of`). Returns an iterator, which pauses after
                              each start of a step: all GPUs compute it at the same time

@@ -35,6 +35,10 @@ class RunHooks(ABC):
         """While the GPU is idle, before a run of the function whose LATE inputs come later."""
 
     @abstractmethod
+    def prepare(self, run: QueuedRun) -> None:
+        """What `submit` needs and keeps, as what it records: may take long, once."""
+
+    @abstractmethod
     def submit(self, run: QueuedRun) -> None:
         """Submits a run with the inputs that the host has written."""
 
@@ -116,6 +120,11 @@ class RunQueue:
             self.hooks.prepare_late(name)
         return True
 
+    def prepare(self, name: str, ahead: bool = False, late: bool = False) -> None:
+        if not ahead:
+            self.settle()
+        self.hooks.prepare(QueuedRun(name, self._slot, ahead, late and self._heads[name] > 0))
+
     def start(self, name: str, meanwhile: Callable[[], None] | None = None) -> None:
         self.settle()
         if not meanwhile or not self._heads[name]:
@@ -123,7 +132,7 @@ class RunQueue:
                 meanwhile()
             self._submit(name)
             return
-        self.hooks.prepare_late(name)
+        self.prepare(name, late=True)
         self._submit(name, late=True)
         try:
             meanwhile()
@@ -199,6 +208,10 @@ class QueuedDevice(ABC):
         with self._usable(f"preparing {function}"):
             return self._queue.can_start_ahead(function, late)
 
+    def prepare(self, function: str, ahead: bool = False, late: bool = False) -> None:
+        with self._usable(f"preparing {function}"):
+            self._queue.prepare(function, ahead, late)
+
     def start(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
         with self._usable(f"running {function}"):
             self._queue.start(function, meanwhile)
@@ -215,8 +228,9 @@ class QueuedDevice(ABC):
         with self._usable("computing a step"):
             self._queue.wait()
 
-    def run_plain(self, function: str) -> None:
+    def run_plain(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
         with self._usable(f"running {function}"):
             self._queue.settle()
-            for _ in self._run_alone(function, plain=True):
-                pass
+            for number, _ in enumerate(self._run_alone(function, plain=True)):
+                if meanwhile and number == 0:
+                    meanwhile()

@@ -12,6 +12,7 @@ Once a step has failed, what the cache holds is unknown: all later ones fail, to
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -94,6 +95,8 @@ class TensorDevice(SeveralGpus):
     def start(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
         """Only functions of one segment."""
         with self._working():
+            for device in self.stages:  # once some compute, they do not wait long for the others
+                device.prepare(function, late=meanwhile is not None)
             self._begin_rounds(function)
             self._start(function, [*self.stages], meanwhile)
 
@@ -104,6 +107,8 @@ class TensorDevice(SeveralGpus):
 
     def start_ahead(self, function: str, late: bool = False) -> None:
         with self._working():
+            for device in self.stages:
+                device.prepare(function, True, late)
             self._begin_rounds(function)
             for device in self.stages:
                 device.start_ahead(function, late)
@@ -143,11 +148,11 @@ class TensorDevice(SeveralGpus):
 
     def run_plain(self, function: str) -> None:
         """Of one of the GPUs; the others compute as usual."""
-        self._on_last(function, lambda device, name: device.run_plain(name))
+        self._on_last(function, lambda device, name, meanwhile: device.run_plain(name, meanwhile))
 
     def time(self, function: str) -> list[tuple[str, float, float]]:
         """Of one of the GPUs. See the protocol. UserError where it cannot."""
-        found = self._on_last(function, lambda device, name: device.time(name))
+        found = self._on_last(function, lambda device, name, meanwhile: device.time(name, meanwhile))
         return [(kernel.removeprefix(EXCHANGING), *times) for part in found for kernel, *times in part]
 
     @property
@@ -158,14 +163,15 @@ class TensorDevice(SeveralGpus):
         self._alive()
         return self.stages[-1].read(name, rows, first)
 
-    def _on_last(self, function: str, compute: Callable[[Any, str], Result]) -> list[Result]:
-        """Computes the segments of a function, on the last GPU like this. Returns its results."""
-        found, last = [], self.stages[-1]
+    def _on_last(self, function: str, compute: Callable[[Any, str, Callable[[], None]], Result]) -> list[Result]:
+        """Computes the segments of a function, on the last GPU like this: compute(device, segment, what starts the
+        others, to be called once it computes itself). Returns its results."""
+        found, (*others, last) = [], self.stages
         with self._working():
             for number, name in enumerate(self._segments[function]):
-                self._begin(number, name, self.stages[:-1])
-                found.append(compute(last, name))
-                self._finish(self.stages[:-1])
+                self._hand_over(number, name)
+                found.append(compute(last, name, partial(self._begin, name, others)))
+                self._finish(others)
                 self._check_rounds()
         return found
 
@@ -182,14 +188,18 @@ class TensorDevice(SeveralGpus):
                         self._finish(self.stages)
                         self._check_rounds()
                     if number < len(cut):
-                        self._begin(number, cut[number], self.stages, lane)
+                        self._hand_over(number, cut[number], lane)
+                        self._begin(cut[number], self.stages)
                         running.add(lane)
 
-    def _begin(self, number: int, segment: str, devices: Sequence[Any], lane: int = 0) -> None:
-        """lane: of the parts of the memory through which rows cross."""
+    def _hand_over(self, number: int, segment: str, lane: int = 0) -> None:
+        """Before a segment begins. lane: of the parts of the memory through which rows cross."""
         for device in self.stages:
             device.hand_over(lane * PARTS + (number - 1) % PARTS, lane * PARTS + number % PARTS)
         self._begin_rounds(segment)
+
+    @staticmethod
+    def _begin(segment: str, devices: Sequence[Any]) -> None:
         for device in devices:
             device.begin(segment)
 

@@ -95,6 +95,7 @@ class Functions:
         # For `chunk_size`: rows of the functions for a chunk without single rows, ascending. The CPU's kernels compute
         # the rows that are live, whatever the function holds.
         sizes = tuple(dict.fromkeys(f.rows for f in self._steps if not f.mixes))
+        self.largest = sizes[-1]  # rows of a chunk that one function computes
         # halves of a chunk have no rows of images, nor inputs of layers for drafts
         self.beside = None if self.drafts or manifest.get("images") else beside
         if self.beside and self.beside(self.of(0, sizes[-1]).name):

@@ -209,15 +209,17 @@ class LogitsEngine(Closing):
             return scoring.logits
 
     def time(self, ids: Ids) -> tuple[str, int, list[tuple[str, float, float]]]:
-        """Times the kernels of the first step of `prefill(ids)`: (function, tokens, [(kernel, seconds, gap before)]).
-        The sequence is unchanged. UserError if the device cannot time kernels."""
+        """Times the kernels of the first step of `prefill(ids)`, or of half of it where the device computes halves at
+        the same time: (function, tokens, [(kernel, seconds, gap before)]). The sequence is unchanged. UserError if the
+        device cannot time kernels."""
         with self._exclusive():
             checked = self._check(ids, self.position)
             if not hasattr(self.device, "time"):
                 raise UserError(f"the device of target '{self.device.kind}' cannot time single kernels")
             compute(self.cache, self._runner, self._own)
             before = self.position
-            self._own.append(checked)
+            functions = self._runner.functions
+            self._own.append(checked[: functions.largest] if functions.beside else checked)
             try:
                 chunk = next_chunk(self.cache, self._runner, self._own)
                 function = self._runner.prepare_chunk(chunk)

@@ -236,6 +236,7 @@ class HipDevice(QueuedDevice):
                 launches = self._launches[function]
                 launching.enqueue(self.hip, self.stream, [launches[i] for i in self._numbers(function, piece)])
             yield
+            self.hip("hipSetDevice", self.gpu.index)  # others may have begun meanwhile
             self._wait()
             self.pacer.record(function, time.perf_counter() - start, piece)
         self._fetch_sent(function, part)
@@ -267,13 +268,13 @@ class HipDevice(QueuedDevice):
         """Of the launches of a piece, (): of all. HIP launches whole grids."""
         return [part.launch for part in piece] or range(len(self._launches[function]))
 
-    def time(self, function: str) -> list[tuple[str, float, float]]:
+    def time(self, function: str, meanwhile: Callable[[], None] | None = None) -> list[tuple[str, float, float]]:
         """Runs a function with an event before and after each launch; (kernel, seconds, seconds since the end of the
         launch before) of each. The gaps are longer than those of a graph."""
         with self._usable(f"running {function}"):
-            return self._time(function)
+            return self._time(function, meanwhile)
 
-    def _time(self, function: str) -> list[tuple[str, float, float]]:
+    def _time(self, function: str, meanwhile: Callable[[], None] | None) -> list[tuple[str, float, float]]:
         self._queue.settle()
         launches = self._launches[function]
         if function not in self._marks:
@@ -284,6 +285,9 @@ class HipDevice(QueuedDevice):
             numbers = self._numbers(function, piece)
             first, end = numbers[0], numbers[-1] + 1
             launching.enqueue_timed(self.hip, self.stream, launches[first:end], marks[2 * first : 2 * end])
+            if meanwhile and first == 0:
+                meanwhile()
+                self.hip("hipSetDevice", self.gpu.index)
             self._wait()
         self._fetch_sent(function)
         return launching.spans(self.hip, launches, marks)

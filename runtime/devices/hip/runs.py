@@ -65,6 +65,12 @@ class HipRuns(RunHooks):
             head = self._launches[name][: self._heads[name]]
             self._head_graphs[name] = capture(self.hip, self.stream, head, self._held)
 
+    def prepare(self, run: QueuedRun) -> None:
+        self.hip("hipSetDevice", self.memory.gpu.index)
+        self._allocate_slots()
+        if run.late and not run.ahead:
+            self.prepare_late(run.name)
+
     def submit(self, run: QueuedRun) -> None:
         self.hip("hipSetDevice", self.memory.gpu.index)  # another GPU may have been used since the run was asked for
         self._allocate_slots()

@@ -323,14 +323,14 @@ class VulkanDevice(QueuedDevice):
             nbytes = sum(nbytes for _, nbytes in self.page_parts(span))
             return self.memory.shared(count * nbytes).reshape(count, nbytes)
 
-    def time(self, function: str) -> list[tuple[str, float, float]]:
+    def time(self, function: str, meanwhile: Callable[[], None] | None = None) -> list[tuple[str, float, float]]:
         """See `Replays.time`. UserError without timestamps."""
         self._alive()
         if not self.context.clock_bits:
             raise UserError(f"{self.gpu.name} cannot time kernels: its driver has no timestamps for compute queues")
         with self._usable(f"running {function}"):
             self._queue.settle()
-            return self._replays.time(function)
+            return self._replays.time(function, meanwhile)
 
     def copy_bandwidth(self) -> float:
         """Bytes per second, reads plus writes, of a copy kernel; 0.0 without timestamps or enough memory."""

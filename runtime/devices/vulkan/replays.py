@@ -8,7 +8,7 @@ that start while another one is in progress have recordings of their own, too.
 
 import ctypes
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -51,10 +51,14 @@ class Replays(RunHooks):
 
     # ---- hooks of the queue
 
-    def submit(self, run: QueuedRun) -> None:
-        slot = run.slot if run.ahead else None
-        if slot is not None:
+    def prepare(self, run: QueuedRun) -> None:
+        if run.ahead:
             self.io.add_slots()
+        self._record_whole(run.name, run.slot if run.ahead else None, run.late)
+
+    def submit(self, run: QueuedRun) -> None:
+        self.prepare(run)
+        slot = run.slot if run.ahead else None
         first = self._record_whole(run.name, slot, run.late)[0]
         before = self.io.before(slot)
         if run.late:  # no stage's run is
@@ -93,9 +97,10 @@ class Replays(RunHooks):
         if plain:
             self._release(submissions)
 
-    def time(self, name: str) -> list[tuple[str, float, float]]:
+    def time(self, name: str, meanwhile: Callable[[], None] | None) -> list[tuple[str, float, float]]:
         """Runs a function; (kernel, seconds, seconds since the end of the launch before) of each launch. A launch that
-        overlaps the one before counts from the end of that one; after a wait for a piece, the wait counts too."""
+        overlaps the one before counts from the end of that one; after a wait for a piece, the wait counts too.
+        meanwhile: is called once the GPU computes."""
         pieces = self.pacer.pieces(name)
         launches = [part.launch for piece in pieces for part in piece] or [*range(len(self._plan[name]))]
         if name not in self._timed or self._timed[name][0] != pieces:
@@ -103,8 +108,9 @@ class Replays(RunHooks):
             pool = timing.query_pool(self.context, 2 * len(launches))
             self._timed[name] = pieces, self._record(name, pieces, pool), pool
         _, submissions, pool = self._timed[name]
-        for _ in self._submit(name, pieces, submissions):
-            pass
+        for number, _ in enumerate(self._submit(name, pieces, submissions)):
+            if meanwhile and number == 0:
+                meanwhile()
         stamps = timing.results(self.context, pool, 2 * len(launches))
         steps = [timing.seconds(self.context, before, after) for before, after in pairwise(stamps)]
         times: list[tuple[str, float, float]] = []

@@ -42,7 +42,7 @@ from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 QUAD = 4  # float32 of an access
 PAIR = 8  # float16 of a pair of words; half as many float32
-POLLS = 1 << 20  # of a thread in a round before it gives up: about a second
+POLLS = 1 << 22  # of a thread in a round before it gives up: a second by estimate; a driver took 0.3 for a submission
 
 
 @dataclass(frozen=True)

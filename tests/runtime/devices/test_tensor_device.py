@@ -147,6 +147,11 @@ def test_times_are_those_of_all_launches(two):
     assert kept == [launch["kernel"] for launch in launches]
 
 
+def test_times_of_a_chunk_that_is_computed_by_halves(two):
+    function, tokens, times = two.time(PROMPTS[2])
+    assert (function, tokens) == ("prefill_64", 64) and times
+
+
 def test_answers_to_many_and_cancelled_ones_free_their_pages(two):
     draw = np.random.default_rng(1)
     for _ in range(2):
@@ -205,6 +210,41 @@ def test_a_gpu_that_is_lost(divided, monkeypatch, number, inline):
         with pytest.raises(MachineError, match="load the model again"):
             engine.decode(1)
     assert not any(stage.close.alive for stage in device.stages)
+
+
+def test_a_run_is_recorded_for_all_gpus_before_one_computes(divided, monkeypatch):
+    """Kernels of the first one would wait for the others meanwhile."""
+    monkeypatch.setattr(opening, "exchanges_inline", lambda *_: True)
+    events = []
+
+    def started(function, meanwhile=None):
+        events.append("started")
+        if callable(meanwhile):  # `late` of runs that start ahead
+            meanwhile()
+
+    with Engine.load(divided, TWO) as engine:
+        for stage in engine.device.stages:
+            record = stage._replays._record_groups
+            noted = lambda *args, record=record, **more: events.append("recorded") or record(*args, **more)  # noqa: E731
+            monkeypatch.setattr(stage._replays, "_record_groups", noted)
+            monkeypatch.setattr(stage, "start", started)
+            monkeypatch.setattr(stage, "start_ahead", started)
+        for run in (lambda: engine.device.start("decode", lambda: None), lambda: engine.device.start_ahead("decode")):
+            events.clear()
+            run()
+            assert events == ["recorded"] * 2 + ["started"] * 2
+
+
+def test_others_begin_once_the_gpu_that_records_a_plain_run_computes(two, monkeypatch):
+    device, events = two.device, []
+    first, last = device.stages
+    record, begin = last._replays._record_groups, first.begin
+    monkeypatch.setattr(last._replays, "_record_groups", lambda *args: events.append("recorded") or record(*args))
+    monkeypatch.setattr(first, "begin", lambda name: events.append("begun") or begin(name))
+    write_private_pages(device, device.manifest)
+    write_step(device, device.manifest["functions"]["decode"], [(3, 0, 0)])
+    device.run_plain("decode")
+    assert events == ["recorded", "begun"] * len(device._segments["decode"])
 
 
 def relay_threads() -> int:

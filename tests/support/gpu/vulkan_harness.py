@@ -182,7 +182,8 @@ def run_one_by_one(device, functions) -> None:
     for function in functions:
         for number, segment in enumerate(device._segments[function]):
             for stage in device.stages:
-                device._begin(number, segment, [stage])
+                device._hand_over(number, segment)
+                device._begin(segment, [stage])
                 device._finish([stage])
     device.clear()
 
