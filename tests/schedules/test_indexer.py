@@ -19,7 +19,7 @@ from mlc_amd.schedules.cpu.base.arch import resolve
 from mlc_amd.schedules.gpu.attention.cache import cache_types as gpu_types
 from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.schedules.gpu.base.arch import resolve as gfx
-from mlc_amd.schedules.gpu.latent import scores, selected_tiles
+from mlc_amd.schedules.gpu.latent import choice, scores, selected_tiles
 from mlc_amd.schedules.operators import CompressedAttention, SelectedAttention, SelectKeys
 from mlc_amd.schedules.operators.attention import PAGE, SLOTS, Attention
 from mlc_amd.tools.reference.case import Case
@@ -34,7 +34,6 @@ WIDE = Attention(heads=6, kv_heads=2, d=72, ctx=CTX, scale=0.2)
 SHARED = Attention(heads=4, kv_heads=1, d=48, ctx=CTX, window=24, sinks=True, values=48)
 KERNELS = {
     "choice": SelectKeys(heads=3, d=48, used=USED, ctx=CTX, m=M),
-    "choice in parts": SelectKeys(heads=3, d=48, used=USED, ctx=1 << 13, m=M),
     "blocks": SelectKeys(heads=3, d=48, used=USED // 4, ctx=CTX, m=M, block=4),
     "blocks by head": SelectKeys(heads=2, d=48, used=3, ctx=CTX, m=M, block=16, by_head=True, local=2),
     "attention": SelectedAttention(layer=LAYER, used=USED, m=M),
@@ -204,6 +203,15 @@ def test_queries_that_float16_cannot_hold():
 def test_in_the_emulator(name, kernel):
     op = KERNELS.get(kernel, CHOICE)
     check(op, "gpu", lambda arrays: emulated(built(op, gfx(name)), arrays, gfx(name)))
+
+
+@pytest.mark.full
+@pytest.mark.emulator
+@pytest.mark.parametrize("name", ["gfx1100", "gfx1201", "gfx942"])
+def test_parts_of_a_row_in_the_emulator(name, monkeypatch):
+    arch, op = gfx(name), replace(KERNELS["choice"], ctx=8 * gfx(name).wave)
+    monkeypatch.setattr(choice, "MOST_THREADS", arch.wave)  # so there are two parts
+    check(op, "gpu", lambda arrays: emulated(built(op, arch), arrays, arch))
 
 
 MATRIX = SelectedAttention(layer=replace(LAYER, heads=20, d=96, sinks=True), used=128, m=M)
