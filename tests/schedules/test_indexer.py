@@ -11,17 +11,20 @@ from vulkan_harness import PROFILES, gpu, run
 from workloads import built
 
 from mlc_amd.compiler.codegen.cpu import build_module
+from mlc_amd.compiler.codegen.spirv import compile_spirv
+from mlc_amd.compiler.codegen.spirv.opcodes import WORKGROUP
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu.attention.cache import cache_types as cpu_types
 from mlc_amd.schedules.cpu.base.arch import resolve
 from mlc_amd.schedules.gpu.attention.cache import cache_types as gpu_types
 from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.schedules.gpu.base.arch import resolve as gfx
-from mlc_amd.schedules.gpu.latent import scores, selected_tiles
+from mlc_amd.schedules.gpu.latent import choice, scores, selected_tiles
 from mlc_amd.schedules.operators import CompressedAttention, SelectedAttention, SelectKeys
 from mlc_amd.schedules.operators.attention import PAGE, SLOTS, Attention
 from mlc_amd.tools.reference.case import Case
 from mlc_amd.tools.reference.operators import results
+from tests.dev.spirv.program import parse
 from tests.schedules.gpu.test_gpu_experts import emulated
 
 CTX, USED, M = 256, 40, 6
@@ -106,9 +109,9 @@ def test_cpu(kernel):
     check(op, "cpu", execute)
 
 
-def on_lavapipe(op):
+def on_lavapipe(op, **changes):
     gpu()
-    func = built(op, PROFILES["lavapipe"])
+    func = built(op, replace(PROFILES["lavapipe"], **changes))
 
     def execute(arrays):
         names = [param.name for param in func.params]
@@ -124,10 +127,11 @@ def test_vulkan(kernel):
 
 
 def test_choice_of_many_keys():
-    """More scores than the workgroup of a row looks at together, and rows enough for workgroups with several groups."""
+    """More scores than the two workgroups of a row look at together, and rows enough for workgroups with several
+    groups."""
     places = [(20479 - 1000 * row, row) for row in range(12)]
     op = SelectKeys(heads=8, d=64, used=500, ctx=20480, m=len(places))
-    check(op, "gpu", on_lavapipe(op), places=places)
+    check(op, "gpu", on_lavapipe(op, units=2 * len(places)), places=places)
 
 
 CHOICE = SelectKeys(heads=32, d=64, used=USED, ctx=CTX, m=M)
@@ -138,6 +142,31 @@ def test_choice_on_matrices(arch):
     """Where a lane's sums are not known, and where they are."""
     device = profiles.resolve(arch)
     check(CHOICE, "gpu", lambda arrays: execute(built(CHOICE, device), arrays, device))
+
+
+def test_parts_of_a_row():
+    """Rows with scores in both parts, in one of them and in none."""
+    device, places = profiles.resolve("nvidia"), [(4095, 2), (100, 7), (30, 1)]
+    op = SelectKeys(heads=16, d=64, used=USED, ctx=4096, m=len(places))
+    check(op, "gpu", lambda arrays: execute(built(op, device), arrays, device), places=places)
+
+
+@pytest.mark.parametrize("ctx", [CTX, 8192])
+def test_barriers_of_the_choice_are_in_no_loop(ctx):
+    """NVIDIA's driver 580 made wrong code of some modules with barriers in a loop of 0 or 1 steps."""
+    device = profiles.resolve("nvidia")
+    op = SelectKeys(heads=16, d=64, used=USED, ctx=ctx, m=1)
+    module = compile_spirv({"kernel": built(op, device, "kernel")}, device)
+    for launch in module.functions["kernel"].launches[2:]:
+        ends, barriers, program = [], 0, parse(module.modules[launch.symbol].binary)
+        for label, block in program.blocks.items():
+            ends = [end for end in ends if end != label]
+            ends += [block.merge.args[0]] if block.merge is not None and block.merge.name == "LoopMerge" else []
+            scopes = [one.args[0] for one in block.body if one.name == "ControlBarrier"]
+            met = sum(int(program.constants[scope]) == WORKGROUP for scope in scopes)
+            assert not (met and ends)
+            barriers += met
+        assert barriers
 
 
 def test_several_groups_of_keys_on_matrices(monkeypatch):
@@ -174,6 +203,15 @@ def test_queries_that_float16_cannot_hold():
 def test_in_the_emulator(name, kernel):
     op = KERNELS.get(kernel, CHOICE)
     check(op, "gpu", lambda arrays: emulated(built(op, gfx(name)), arrays, gfx(name)))
+
+
+@pytest.mark.full
+@pytest.mark.emulator
+@pytest.mark.parametrize("name", ["gfx1100", "gfx1201", "gfx942"])
+def test_parts_of_a_row_in_the_emulator(name, monkeypatch):
+    arch, op = gfx(name), replace(KERNELS["choice"], ctx=8 * gfx(name).wave)
+    monkeypatch.setattr(choice, "MOST_THREADS", arch.wave)  # so there are two parts
+    check(op, "gpu", lambda arrays: emulated(built(op, arch), arrays, arch))
 
 
 MATRIX = SelectedAttention(layer=replace(LAYER, heads=20, d=96, sinks=True), used=128, m=M)

@@ -1,9 +1,11 @@
-"""The choice of keys of sparse attention on the GPU (schedules/operators/indexer.py), in three launches:
+"""The choice of keys of sparse attention on the GPU (schedules/operators/indexer.py), in three launches or four:
 
 1. Rows' own keys go into the cache, and queries become operands of matrix units.
-2. The scores as int32 in the same order; those of single keys with the counts of their first digit (`scores.py`).
-3. A workgroup for each row finds the least score that is chosen digit by digit: how many scores have which digit says
-   where it is. Then each wave writes, in order, the numbers of those of its part of the scores that are chosen.
+2. The scores, as int32 in the same order, of keys with the first digit's counts (`scores.py`).
+3. The least score of a row that is chosen is found digit by digit: how many scores have which digit says where it is.
+   Where rows are few, several workgroups have parts of a row. They count the second digit together in a launch of its
+   own; the last one each counts for itself, of all scores, and apart of those before its part.
+4. Each wave writes, in order, the numbers of those of its part of the scores that are chosen.
 
 Rows that see no more keys than they may choose need neither scores nor digits.
 """
@@ -19,8 +21,17 @@ from mlc_amd.schedules.gpu.base.group import Group
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, each_owned, elements, filled, put
-from mlc_amd.schedules.gpu.base.step import builds, if_live, once, when
-from mlc_amd.schedules.gpu.latent.scores import COUNTS, DIGITS, add_to, clear, first_digit, score_blocks, score_keys
+from mlc_amd.schedules.gpu.base.step import builds, if_live, when
+from mlc_amd.schedules.gpu.latent.scores import (
+    COUNTS,
+    DIGITS,
+    add_counts,
+    add_to,
+    clear,
+    first_digit,
+    score_blocks,
+    score_keys,
+)
 from mlc_amd.schedules.gpu.latent.scores_matrix import Queries
 from mlc_amd.schedules.operators.attention import PAGE, SLOTS
 from mlc_amd.schedules.operators.indexer import SelectKeys
@@ -28,7 +39,7 @@ from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 LEAST = -(1 << 31)  # in the place of the scores of keys that a row does not see
 BATCH = 8  # loads of scores in flight, at most
-MOST_THREADS = 1024  # of the third launch
+MOST_THREADS = 1024  # of a workgroup of the third launch
 
 
 @builds(SelectKeys)
@@ -39,7 +50,10 @@ def select_keys(op: SelectKeys, arch: Device, state: Buffer, plan: None) -> None
     Q, W, K = declared(**op.shapes())
     (Ik,), (Ids,) = declared("float16", Ik=op.cache_shape()), declared("int32", Ids=(m, op.sets * op.used))
     Order = T.alloc_buffer((m, op.sets, -(-op.blocks // WIDTH) * WIDTH), "int32")
-    Counts = T.alloc_buffer((m, COUNTS), "int32") if op.block == 1 else None
+    waves = max(min(MOST_THREADS, arch.most_threads, op.blocks // 2) // arch.wave, 1)
+    parts = max(min(arch.units // (m * op.sets), op.blocks // (waves * arch.wave * WIDTH)), 1)
+    counted = (2 if parts > 1 else 1) if op.block == 1 else 0  # digits, before the last launch
+    Counts = T.alloc_buffer((m, counted, COUNTS), "int32") if counted else None
     queries = Queries(op, arch) if Counts is not None and Queries.fit(op, arch) else None
     many = op.heads if queries else 1
     with launch((many, m), (arch.wave,)) as (head, row, lane), if_live(state, m, row):
@@ -48,18 +62,33 @@ def select_keys(op: SelectKeys, arch: Device, state: Buffer, plan: None) -> None
             store_key(arch, Ik, K, row, (T.Bind(pages[row_slot(rows, row), last // PAGE]), last % PAGE), lane)
         if Counts is not None:
             with T.If(last >= op.used), T.Then():
-                clear(Counts, (row,), T.Bind(head * arch.wave + lane), many * arch.wave)
+                for i in range(counted):
+                    clear(Counts, (row, i), T.Bind(head * arch.wave + lane), many * arch.wave)
                 if queries:
                     queries.store(Q, W, row, head, lane)
     if Counts is not None:
         score_keys(op, arch, state, (rows, pages), queries or (Q, W), (Ik, Order, Counts))
     else:
         score_blocks(op, arch, state, (rows, pages), (Q, Ik, Order))
-    waves = max(min(MOST_THREADS, arch.most_threads, op.blocks // 2) // arch.wave, 1)
-    with launch((op.sets, m), (arch.wave, waves)) as (own, row, lane, wave), if_live(state, m, row):
-        position = clamped_position(rows, row, op.ctx)
-        last, wanted = T.Bind(position // op.block), choices(op, position)
-        _choose(op, Group(arch, lane, wave, waves), (Order, Counts, Ids), (row, own), last, wanted)
+    for chooses in (False, True) if counted > 1 else (True,):
+        with launch((parts, op.sets, m), (arch.wave, waves)) as (part, own, row, lane, wave), if_live(state, m, row):
+            position = clamped_position(rows, row, op.ctx)
+            last, wanted = T.Bind(position // op.block), choices(op, position)
+            group = Group(arch, lane, wave, waves)
+            if chooses:
+                _pad(op, group, Ids, (row, own), last, wanted, (part, parts))
+            share = (T.truncdiv(last, T.int32(parts * WIDTH)) + 1) * WIDTH if parts > 1 else last + 1
+            begin = T.Bind(part * share)
+            stop = T.Bind(T.min(begin + share, last + 1))
+            # rows that see no more than they may, and parts after the end, look at no scores
+            works = T.Bind((last >= wanted) & (begin <= last))
+            end = T.Bind(T.Select(works, last + 1, T.int32(0)))
+            search = _Search(op, group, Order, (row, own), end, (begin, T.Select(works, stop, begin), parts))
+            known = [(Counts, row, i) for i in range(counted if chooses else 1)]
+            if chooses:
+                search.write(Ids, *search.least(known, wanted))
+            else:
+                search.count_second(known, wanted)
 
 
 def store_key(arch: Device, cache: Buffer, K: Buffer, row: Expr, place: tuple[Expr, Expr], lane: Expr) -> None:
@@ -69,102 +98,157 @@ def store_key(arch: Device, cache: Buffer, K: Buffer, row: Expr, place: tuple[Ex
             put(cache, T.cast(K[row, column], "float16"), *place, column)
 
 
-def _choose(op: SelectKeys, group: Group, buffers, row: tuple[Expr, Expr], last: Expr, most: Expr) -> None:
-    """The `most` ids of a row's set among the blocks up to number `last`."""
-    (Order, Counts, Ids), threads, arch = buffers, group.threads, group.arch
-    with T.serial(-(-op.used // threads)) as step:
-        place = T.Bind(step * threads + group.tid)
+def _pad(op: SelectKeys, group: Group, Ids: Buffer, row, last: Expr, most: Expr, part: tuple[Expr, int]) -> None:
+    """Writes a part of the ids that no scores decide: -1, and those of rows that see no more blocks than they may."""
+    (part, parts), threads = part, group.threads
+    with T.serial(-(-op.used // (threads * parts))) as step:
+        place = T.Bind((step * parts + part) * threads + group.tid)
         with T.If(((last < most) | (place >= most)) & (place < op.used)), T.Then():
             put(Ids, T.Select((place <= last) & (place < most), place, T.int32(-1)), row[0], row[1] * op.used + place)
-    with once(T.Bind(last >= most)):
-        batch = min(BATCH, -(-op.blocks // (threads * WIDTH)))
-        steps, end = T.Bind(last // (threads * WIDTH * batch) + 1), int(Order.shape[2]) - WIDTH
 
-        def each() -> Iterator[tuple[Expr, list[Expr]]]:
-            """(the number of the first, some scores) of those that a wave has, in order."""
-            with T.serial(steps) as i:
-                begin = (group.wave * steps + i) * (batch * arch.wave)
-                firsts = [T.Bind((begin + n * arch.wave + group.lane) * WIDTH) for n in range(batch)]
-                loaded = [T.Bind(Order[*row, at(T.min(first, T.int32(end)), WIDTH)]) for first in firsts]
-                for first, scores in zip(firsts, loaded, strict=True):
-                    seen = [T.Select(first + e <= last, x, T.int32(LEAST)) for e, x in enumerate(elements(scores))]
-                    yield first, [T.Bind(x) for x in seen]
 
-        least, wanted = _least(group, each, None if Counts is None else (Counts, row[0]), most)
-        counts = filled(T.int32(0), 2)
-        for _, scores in each():
+class _Search:
+    """What a workgroup does for the scores of a row's set (indices `row` of Order), `end` ones. part: (where its part
+    begins, where it ends, how many parts there are). Barriers are in no loop and in no branch."""
+
+    def __init__(self, op: SelectKeys, group: Group, Order: Buffer, row: tuple[Expr, Expr], end: Expr, part):
+        self.op, self.group, self.Order, self.row, self.end = op, group, Order, row, end
+        self.begin, self.parts, self.stop = part[0], part[2], T.Bind(part[1])
+        self.counts = T.alloc_buffer((COUNTS,), "int32", scope="shared")
+        self.found = T.alloc_buffer((2,), "int32", scope="shared")
+        with T.If(group.tid < 2), T.Then():
+            put(self.found, T.int32(0), group.tid)  # of no scores
+        barrier()
+
+    def _each(self, whole: bool) -> Iterator[tuple[Expr, list[Expr]]]:
+        """(the number of the first, some scores) of those that a wave has of all scores or of its workgroup's part, in
+        order."""
+        group, arch, begin = self.group, self.group.arch, T.int32(0) if whole else self.begin
+        stop, most = (self.end, 1) if whole else (self.stop, self.parts)
+        size, end = group.threads * WIDTH, int(self.Order.shape[2]) - WIDTH
+        batch = min(BATCH, -(-self.op.blocks // (most * size)))
+        steps = T.Bind(T.truncdiv(stop - begin + (size * batch - 1), T.int32(size * batch)))
+        with T.serial(steps) as i:
+            own = (group.wave * steps + i) * (batch * arch.wave)
+            firsts = [T.Bind(begin + (own + n * arch.wave + group.lane) * WIDTH) for n in range(batch)]
+            loaded = [T.Bind(self.Order[*self.row, at(T.min(first, T.int32(end)), WIDTH)]) for first in firsts]
+            for first, scores in zip(firsts, loaded, strict=True):
+                seen = [T.Select(first + e < stop, x, T.int32(LEAST)) for e, x in enumerate(elements(scores))]
+                yield first, [T.Bind(x) for x in seen]
+
+    def count_second(self, known: list, wanted: Expr) -> None:
+        """Adds the counts of the second digit of this part to those after the known first one's."""
+        group, ((buffer, row, _),) = self.group, known
+        least, _ = self._find(known[0], wanted, 0, T.int32(LEAST))
+        self._count(1, least, whole=False)
+        add_counts(self.counts, (buffer, row, 1), group.tid, group.threads)
+
+    def least(self, known: list, wanted: Expr) -> tuple:
+        """The least score that is chosen of the `wanted` largest ones, how many with that score, and, where there are
+        parts, how many scores before this one are above it, and equal to it. known: counts of the first digits."""
+        least, last = T.int32(LEAST), len(DIGITS) - 1
+        for i in range(last):
+            if i >= len(known):
+                self._count(i, least, whole=True)
+            least, wanted = self._find(known[i] if i < len(known) else (self.counts,), wanted, i, least)
+        above = self._count(last, least, whole=True)
+        size = 1 << DIGITS[last][1]
+        least, wanted = self._find((self.counts,), wanted, last, least)
+        if self.parts == 1:
+            return least, wanted, []
+        digit = T.Bind(self.found[0] & (size - 1))  # of parts without scores any
+        for own, valid in each_owned(self.group.tid, self.group.threads, size):
+            with when(own > digit if valid is None else valid & (own > digit)):
+                put(above, above[0] + self.counts[size + own], 0)
+        wave_meets(self.group.arch)
+        return least, wanted, [*self.group.reduce((above[0], "sum")), T.Bind(self.counts[size + digit])]
+
+    def _count(self, i: int, least: Expr, whole: bool) -> Buffer:
+        """Leaves in `counts` how many scores have which digit number i, of those whose digits before are as the
+        least's; of the last digit, where there are parts, those of scores before this part after the others. Returns
+        how many of a thread's are before this part and have larger digits before the last."""
+        clear(self.counts, (), self.group.tid, self.group.threads)
+        barrier()
+        (shift, bits), above = DIGITS[i], filled(T.int32(0))
+        top, apart = T.int32(shift + bits), self.parts > 1 and i == len(DIGITS) - 1
+        for first, scores in self._each(whole):
+            for score in scores:
+                same, digit = score > LEAST, first_digit(score)
+                if i:
+                    rest = T.Bind(score ^ least)
+                    same, digit = T.shift_right(rest, top) == 0, T.shift_right(rest, T.int32(shift))
+                if apart:
+                    before = first < self.begin
+                    digit = digit + T.Select(before, T.int32(1 << bits), T.int32(0))
+                    higher = before & (T.shift_right(score, top) > T.shift_right(least, top))
+                    put(above, above[0] + T.Select(higher, T.int32(1), T.int32(0)), 0)
+                with when(same):
+                    add_to(T.int32(1), self.counts, digit)
+        wave_meets(self.group.arch)
+        barrier()
+        return above
+
+    def _find(self, counts: tuple, wanted: Expr, i: int, least: Expr) -> tuple[Expr, Expr]:
+        """(The least score with its digit number i, the number of it among those with that digit)."""
+        shift, bits = DIGITS[i]
+        _find_digit(self.group, self.found, wanted, 1 << bits, counts, self.parts > 1 and i == len(DIGITS) - 1)
+        digit, wanted = T.Bind(self.found[0]), T.Bind(self.found[1])
+        barrier()
+        return T.Bind(least ^ T.shift_left(digit, T.int32(shift))), wanted
+
+    def write(self, Ids: Buffer, least: Expr, wanted: Expr, before: list[Expr]) -> None:
+        """Writes the numbers of this part that are chosen; arguments of `least`."""
+        op, group, row, counts = self.op, self.group, self.row, filled(T.int32(0), 2)
+        for _, scores in self._each(whole=False):
             for score in scores:
                 put(counts, counts[0] + T.Select(score > least, T.int32(1), T.int32(0)), 0)
                 put(counts, counts[1] + T.Select(score == least, T.int32(1), T.int32(0)), 1)
-        before = [group.before_wave(count) for count in (counts[0], counts[1])]
-        above, equal = (filled(x) for x in before)
-        for first, scores in each():
+        above, equal = (filled(group.before_wave(counts[i])) for i in range(2))
+        for of, x in zip((above, equal), before, strict=False):
+            put(of, of[0] + x, 0)
+        for first, scores in self._each(whole=False):
             # 16 bits hold the number of scores that a wave looks at together
             flags = [
                 T.Select(x > least, T.int32(1 << 16), T.Select(x == least, T.int32(1), T.int32(0))) for x in scores
             ]
             flags = [T.Bind(flag) for flag in flags]
-            lower, whole = wave_scan(arch, T.Bind(sum(flags[1:], flags[0])), group.lane)
+            lower, whole = wave_scan(group.arch, T.Bind(sum(flags[1:], flags[0])), group.lane)
             for e, flag in enumerate(flags):
                 larger, same = above[0] + T.shift_right(lower, T.int32(16)), T.Bind(equal[0] + (lower & 0xFFFF))
-                with T.If((first + e <= last) & ((flag > 1) | ((flag == 1) & (same < wanted)))), T.Then():
+                chosen = (flag > 1) | ((flag == 1) & (same < wanted))
+                with T.If((first + e < self.stop) & chosen), T.Then():
                     place = T.min(larger + T.min(same, wanted), T.int32(op.used - 1))
                     put(Ids, first + e, row[0], row[1] * op.used + place)
                 lower = T.Bind(lower + flag)
-            wave_meets(arch)  # the next step exchanges values
+            wave_meets(group.arch)
             put(above, above[0] + T.shift_right(whole, T.int32(16)), 0)
             put(equal, equal[0] + (whole & 0xFFFF), 0)
 
 
-def _least(group: Group, each, counted: tuple[Buffer, Expr] | None, most: Expr) -> tuple[Expr, Expr]:
-    """(The least score that is chosen, how many with that score), of the `most` largest scores that `each` visits.
-    counted: (buffer, row) of the counts of the first digit, None: they are not known."""
-    counts = T.alloc_buffer((COUNTS,), "int32", scope="shared")
-    found = T.alloc_buffer((2,), "int32", scope="shared")
-    least, wanted = T.int32(LEAST), most
-    for i, (shift, bits) in enumerate(DIGITS):
-        size = 1 << bits
-        if i or counted is None:
-            for begin in range(0, size, group.threads):
-                with when(None if begin + group.threads <= size else begin + group.tid < size):
-                    put(counts, T.int32(0), begin + group.tid)
-            barrier()
-            for _, scores in each():
-                for score in scores:
-                    same, digit = score > LEAST, first_digit(score)
-                    if i:
-                        rest = T.Bind(score ^ least)
-                        same = (rest >= 0) & (rest < (1 << (shift + bits)))
-                        digit = T.shift_right(score, T.int32(shift)) & (size - 1)
-                    with when(same):
-                        add_to(T.int32(1), counts, digit)
-            wave_meets(group.arch)
-            barrier()
-        _find_digit(group, found, wanted, size, (counts,) if i or counted is None else counted)
-        least, wanted = T.Bind(least ^ T.shift_left(found[0], T.int32(shift))), T.Bind(found[1])
-        barrier()
-    return least, wanted
-
-
-def _find_digit(group: Group, found: Buffer, wanted: Expr, size: int, counts: tuple) -> None:
+def _find_digit(group: Group, found: Buffer, wanted: Expr, size: int, counts: tuple, two: bool) -> None:
     """Leaves in `found` the digit, of `size` ones, that the score number `wanted` from the largest on has, and the
-    number that this score has of those with this digit. counts: a buffer and the index of the first digit's count."""
-    share, own = -(-size // group.threads), filled(T.int32(0))
-    buffer, *index = counts
+    number that this score has of those with this digit. counts: a buffer and the index of the first digit's count; two:
+    there are two counts of each."""
+    share = 1 << (-(-size // group.threads) - 1).bit_length()
+    width, own, (buffer, *index) = min(share, WIDTH), filled(T.int32(0)), counts
 
-    def count_of(n: Expr) -> tuple[Expr, Expr]:
-        """(a digit of this thread's, the largest first, how many scores have it)."""
-        digit = T.Bind(size - 1 - (group.tid * share + n))
-        return digit, T.Bind(T.Select(digit >= 0, buffer[(*index, T.max(digit, T.int32(0)))], T.int32(0)))
+    def counted(n: Expr) -> list[tuple[Expr, Expr]]:
+        """(digit, how many scores have it), the largest first, of number n of this thread's vectors."""
+        first = T.Bind(size - group.tid * share - (n + 1) * width)
+        place = T.max(first, T.int32(0))
+        found = elements(T.Bind(buffer[(*index, at(place, width))]))
+        if two:
+            found = [a + b for a, b in zip(found, elements(T.Bind(buffer[at(size + place, width)])), strict=True)]
+        return [(first + e, T.Bind(T.Select(first >= 0, found[e], T.int32(0)))) for e in reversed(range(width))]
 
-    with T.serial(share) as n:
-        put(own, own[0] + count_of(n)[1], 0)
+    with T.serial(share // width) as n:
+        put(own, sum((count for _, count in counted(n)), own[0]), 0)
     before = filled(group.scan(own[0])[0])
-    with T.serial(share) as n:
-        digit, count = count_of(n)
-        with T.If((before[0] < wanted) & (before[0] + count >= wanted)), T.Then():
-            put(found, digit, 0)
-            put(found, T.Bind(wanted - before[0]), 1)
-        put(before, before[0] + count, 0)
+    with T.serial(share // width) as n:
+        for digit, count in counted(n):
+            with T.If((before[0] < wanted) & (before[0] + count >= wanted)), T.Then():
+                put(found, digit, 0)
+                put(found, T.Bind(wanted - before[0]), 1)
+            put(before, before[0] + count, 0)
     wave_meets(group.arch)
     barrier()

@@ -114,11 +114,11 @@ def score_keys(op: SelectKeys, arch: Device, state: Buffer, places, queries, buf
                     with T.If(seen if valid is None else seen & valid), T.Then():
                         put(Order, order, row, 0, first + number)
                         digit = first_digit(order)
-                        add_to(T.int32(1), *((Counts, row, digit) if counts is None else (counts, digit)))
+                        add_to(T.int32(1), *((Counts, row, 0, digit) if counts is None else (counts, digit)))
                 wave_meets(arch)  # the next step multiplies matrices
             if counts is not None:
                 barrier()
-                _add_counts(counts, (Counts, row), tid, threads)
+                add_counts(counts, (Counts, row, 0), tid, threads)
 
 
 class LaneScores:
@@ -229,7 +229,7 @@ def clear(counts: Buffer, index: tuple, thread: Expr, threads: int) -> None:
             put(counts, T.broadcast(T.int32(0), WIDTH), *index, at(own * WIDTH, WIDTH))
 
 
-def _add_counts(counts: Buffer, to: tuple, thread: Expr, threads: int) -> None:
+def add_counts(counts: Buffer, to: tuple, thread: Expr, threads: int) -> None:
     """Adds a workgroup's counts to the COUNTS numbers of `to`, a buffer and an index."""
     for own, valid in each_owned(thread, threads, COUNTS // WIDTH):
         for i, count in enumerate(elements(T.Bind(counts[at(own * WIDTH, WIDTH)]))):

@@ -110,7 +110,8 @@ def run_spirv(
         sizes["tables"] = 8 * sum(len(step[3]) + 32 for step in steps)
         found, blocks = memory.spread(sizes, "device")
         memory.fill(blocks)
-        for i, array in enumerate(arrays):
+        unwritten = [np.full(nbytes, 255, np.uint8) for nbytes in scratch]  # no numbers
+        for i, array in enumerate([*arrays, *unwritten]):
             memory.put(*found[i], array.reshape(-1).view(np.uint8))
         made = pipelines.build({str(i): (step[0], tuple(step[2])) for i, step in enumerate(steps)})
         recorder = CommandRecorder(context, pipelines.layout)
