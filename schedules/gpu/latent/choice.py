@@ -19,7 +19,7 @@ from mlc_amd.schedules.gpu.base.group import Group
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, each_owned, elements, filled, put
-from mlc_amd.schedules.gpu.base.step import builds, if_live, once, when
+from mlc_amd.schedules.gpu.base.step import builds, if_live, kept, once, when
 from mlc_amd.schedules.gpu.latent.scores import COUNTS, DIGITS, add_to, clear, first_digit, score_blocks, score_keys
 from mlc_amd.schedules.gpu.latent.scores_matrix import Queries
 from mlc_amd.schedules.operators.attention import PAGE, SLOTS
@@ -125,9 +125,10 @@ def _least(group: Group, each, counted: tuple[Buffer, Expr] | None, most: Expr) 
     for i, (shift, bits) in enumerate(DIGITS):
         size = 1 << bits
         if i or counted is None:
-            for begin in range(0, size, group.threads):
-                with when(None if begin + group.threads <= size else begin + group.tid < size):
-                    put(counts, T.int32(0), begin + group.tid)
+            with kept(-(-size // group.threads)) as step:
+                digit = T.Bind(step * group.threads + group.tid)
+                with when(None if size % group.threads == 0 else digit < size):
+                    put(counts, T.int32(0), digit)
             barrier()
             for _, scores in each():
                 for score in scores:
@@ -157,10 +158,10 @@ def _find_digit(group: Group, found: Buffer, wanted: Expr, size: int, counts: tu
         digit = T.Bind(size - 1 - (group.tid * share + n))
         return digit, T.Bind(T.Select(digit >= 0, buffer[(*index, T.max(digit, T.int32(0)))], T.int32(0)))
 
-    with T.serial(share) as n:
+    with kept(share) as n:
         put(own, own[0] + count_of(n)[1], 0)
     before = filled(group.scan(own[0])[0])
-    with T.serial(share) as n:
+    with kept(share) as n:
         digit, count = count_of(n)
         with T.If((before[0] < wanted) & (before[0] + count >= wanted)), T.Then():
             put(found, digit, 0)

@@ -6,7 +6,7 @@ and all heads: `scores_matrix.py`. Else a lane has some keys, a wave some of the
 the waves add theirs up. Blocks of keys have a thread or a wave each.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from tvm.tirx.script import builder as T
 
@@ -222,18 +222,26 @@ def _product(Q: Buffer, row: Expr, head: Expr, key: Buffer, d: int) -> Expr:
     return product
 
 
+def _vectors(thread: Expr, threads: int) -> Iterator[Expr]:
+    """The numbers of the vectors of WIDTH counts that one of so many threads has, in a loop: a wave alone has many."""
+    vectors = COUNTS // WIDTH
+    with kept(-(-vectors // threads)) as step:
+        own = T.Bind(step * threads + thread)
+        with when(None if vectors % threads == 0 else own < vectors):
+            yield own
+
+
 def clear(counts: Buffer, index: tuple, thread: Expr, threads: int) -> None:
     """COUNTS numbers of counts[index] become 0, by so many threads."""
-    for own, valid in each_owned(thread, threads, COUNTS // WIDTH):
-        with when(valid):
-            put(counts, T.broadcast(T.int32(0), WIDTH), *index, at(own * WIDTH, WIDTH))
+    for own in _vectors(thread, threads):
+        put(counts, T.broadcast(T.int32(0), WIDTH), *index, at(own * WIDTH, WIDTH))
 
 
 def _add_counts(counts: Buffer, to: tuple, thread: Expr, threads: int) -> None:
     """Adds a workgroup's counts to the COUNTS numbers of `to`, a buffer and an index."""
-    for own, valid in each_owned(thread, threads, COUNTS // WIDTH):
+    for own in _vectors(thread, threads):
         for i, count in enumerate(elements(T.Bind(counts[at(own * WIDTH, WIDTH)]))):
-            with T.If(count > 0 if valid is None else valid & (count > 0)), T.Then():
+            with when(count > 0):
                 add_to(count, *to, own * WIDTH + i)
 
 
