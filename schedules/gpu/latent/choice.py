@@ -104,13 +104,14 @@ def _choose(op: SelectKeys, group: Group, buffers, row: tuple[Expr, Expr], last:
                 T.Select(x > least, T.int32(1 << 16), T.Select(x == least, T.int32(1), T.int32(0))) for x in scores
             ]
             flags = [T.Bind(flag) for flag in flags]
-            lower, whole = wave_scan(arch, T.Bind(sum(flags[1:], flags[0])), group.lane)
+            scanned, whole = wave_scan(arch, T.Bind(sum(flags[1:], flags[0])), group.lane)
+            lower = filled(scanned)  # a chain of sums would take TVM seconds
             for e, flag in enumerate(flags):
-                larger, same = above[0] + T.shift_right(lower, T.int32(16)), T.Bind(equal[0] + (lower & 0xFFFF))
+                larger, same = above[0] + T.shift_right(lower[0], T.int32(16)), T.Bind(equal[0] + (lower[0] & 0xFFFF))
                 with T.If((first + e <= last) & ((flag > 1) | ((flag == 1) & (same < wanted)))), T.Then():
                     place = T.min(larger + T.min(same, wanted), T.int32(op.used - 1))
                     put(Ids, first + e, row[0], row[1] * op.used + place)
-                lower = T.Bind(lower + flag)
+                put(lower, lower[0] + flag, 0)
             wave_meets(arch)  # the next step exchanges values
             put(above, above[0] + T.shift_right(whole, T.int32(16)), 0)
             put(equal, equal[0] + (whole & 0xFFFF), 0)
