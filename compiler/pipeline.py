@@ -61,7 +61,7 @@ def check_divided(model, gpus: int, target: str) -> None:
     if gpus == 1:
         return
     if target == "cpu":
-        raise UserError("--split tensor divides a model between GPUs: give --target rocm or vulkan")
+        raise UsageError("only GPUs share a model by tensor: give --target rocm or vulkan")
     if model.config.draft:
         raise UserError(
             "--split tensor is for models without an eagle3, dflash or gemma4-assistant draft: leave one out"

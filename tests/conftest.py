@@ -49,6 +49,8 @@ os.environ.setdefault("MESA_SHADER_CACHE_DIR", str(SHADERS))
 os.environ.setdefault("GFXEMU_OPERATIONS", str(SHADERS.parent / "emulator"))
 # Mesa's CPU driver compiles in a quarter less time when it does not optimize, which gains nothing on small kernels.
 os.environ.setdefault("GALLIVM_PERF", "nopt")
+# A numpy that has threads of its own in each of several workers waits for their cores.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # And what the compiler makes of kernels.
 keep(SHADERS.parent / "code")
 # Processes that compile would import TVM once more each; test_kernel_workers.py has them.
@@ -56,36 +58,39 @@ kernel_workers.MOST = 1
 # The files that take longest run first, which leaves short ones for workers that finish early. Of those with
 # `lavapipe_model` the first one is long before the others, which find what Mesa made of its shaders.
 LONG = (
-    "test_emulator_gfx1100.py", "test_vulkan_device.py", "test_architectures.py", "test_emulator_gfx942.py",
-    "test_emulator_gfx1201.py", "test_tuning_rpc.py", "test_vulkan_rows.py", "test_tensor_device.py",
-    "test_encoders.py", "test_selftest.py", "test_tuning_kit.py", "test_tuning_build.py", "test_gpu_gemm.py",
-    "test_interrupts.py", "test_serve_values.py", "test_tune_cli.py", "test_staged_device.py", "test_radv.py",
-    "test_disk_cache.py", "test_cpu_attention.py", "test_deploy.py", "test_vulkan_attention_decode.py",
-    "test_vulkan_kernels.py", "test_fuzz_inputs.py", "test_measure_devices.py", "test_device_sampling.py",
-    "test_packed_attention.py", "test_gpu_sample.py", "test_steps_ahead.py", "test_drafts.py",
-    "test_tuning_session.py", "test_exchange.py", "test_wheel.py", "test_recurrent_kernels.py",
-    "test_gpu_attention.py", "test_gemm_lanes.py", "test_shards.py", "test_tuning_compile.py", "test_model_cache.py",
-    "test_unified_memory.py", "test_gpu_gemv.py", "test_deploy_cpu.py", "test_cpu_sample.py",
-    "test_tuning_rooflines.py", "test_vulkan_attention_coop.py", "test_vulkan_attention_matrix.py",
-    "test_cpu_linear.py", "test_gemm_matrix_int8.py", "test_image_rows.py", "test_engine_many.py",
-    "test_serve_limits.py", "test_cpu_norm.py", "test_gpu_experts.py", "test_cpu_experts.py", "test_vision.py",
-    "test_kv_types.py", "test_memory.py", "test_constrained_guesses.py", "test_vulkan_coop.py", "test_cli.py",
-    "test_windows.py", "test_repl.py", "test_generic.py", "test_bench_gpu.py", "test_chat.py", "test_cpu_plans.py",
-    "test_speculation.py", "test_models.py", "test_vulkan_matrix.py", "test_predictor.py", "test_serve_harmony.py",
-    "test_states.py", "test_serve_formats.py", "test_reference.py", "test_tuning_search.py", "test_artifact.py",
-    "test_vulkan_models.py", "test_vulkan_latent.py", "test_gpu_norm.py", "test_latent.py", "test_engine_calls.py",
-    "test_inspect_kernels.py", "test_bench.py", "test_api.py", "test_quality.py", "test_rocm_models.py",
+    "test_emulator_gfx1100.py", "test_vulkan_device.py", "test_architectures.py", "test_selftest.py",
+    "test_emulator_gfx1201.py", "test_emulator_gfx942.py", "test_tuning_rpc.py", "test_vulkan_rows.py",
+    "test_tensor_device.py", "test_radv.py", "test_encoders.py", "test_tune_cli.py", "test_indexer.py",
+    "test_tuning_build.py", "test_interrupts.py", "test_shards.py", "test_staged_device.py", "test_tuning_kit.py",
+    "test_measure_devices.py", "test_serve_values.py", "test_image_pieces.py", "test_fuzz_inputs.py",
+    "test_vulkan_kernels.py", "test_eight_devices.py", "test_recurrent_kernels.py", "test_drafts.py",
+    "test_gemm_lanes.py", "test_deploy.py", "test_cpu_attention.py", "test_tuning_session.py", "test_disk_cache.py",
+    "test_gpu_gemm.py", "test_cpu_linear.py", "test_model_cache.py", "test_device_sampling.py",
+    "test_image_combinations.py", "test_vulkan_attention_decode.py", "test_vision.py", "test_packed_attention.py",
+    "test_deploy_cpu.py", "test_rocm_models.py", "test_steps_ahead.py", "test_operators.py", "test_wheel.py",
+    "test_kv_types.py", "test_exchange.py", "test_gpu_gemv.py", "test_unified_memory.py",
+    "test_vulkan_attention_matrix.py", "test_scheduler.py", "test_vulkan_attention_coop.py",
+    "test_hostile_templates.py", "test_cpu_sample.py", "test_tuning_rooflines.py", "test_cpu_experts.py",
+    "test_serve_limits.py", "test_grammars.py", "test_gpu_experts.py", "test_constrained_guesses.py",
+    "test_tuning_compile.py", "test_gpu_sample.py", "test_vulkan_coop.py", "test_generic.py",
+    "test_tuning_database.py", "test_memory.py", "test_gpu_attention.py", "test_vulkan_matrix.py", "test_windows.py",
+    "test_cli.py", "test_engine_many.py", "test_cpu_plans.py", "test_models.py",
 )  # fmt: skip
 
 
 # Those that compile models or many kernels, besides: `make test-fast` leaves all of them out.
 SLOW = {
-    *LONG, "test_constrained_answers.py", "test_engine.py", "test_engine_calls.py", "test_gpu_norm.py",
-    "test_gpu_route.py", "test_manifest.py", "test_measure.py", "test_monitor.py", "test_power.py",
-    "test_random_weights.py", "test_serve_anthropic.py", "test_serve_clients.py", "test_serve_conformance.py",
-    "test_serve_events.py", "test_serve_formats.py", "test_serve_llama.py", "test_serve_ollama.py",
+    *LONG, "test_artifact.py", "test_bench_gpu.py", "test_chat.py", "test_constrained_answers.py", "test_cpu_norm.py",
+    "test_cpu_rope.py", "test_engine.py", "test_engine_calls.py", "test_gpu_exchange.py", "test_gpu_norm.py",
+    "test_gpu_route.py", "test_hip_ahead.py", "test_image_rows.py", "test_inspect_kernels.py", "test_latent.py",
+    "test_manifest.py", "test_measure.py", "test_monitor.py", "test_power.py", "test_predictor.py",
+    "test_random_weights.py", "test_reference.py", "test_repl.py", "test_serve_anthropic.py", "test_serve_calls.py",
+    "test_serve_clients.py", "test_serve_conformance.py", "test_serve_events.py", "test_serve_formats.py",
+    "test_serve_harmony.py", "test_serve_infill.py", "test_serve_llama.py", "test_serve_ollama.py",
     "test_serve_openai.py", "test_serve_page.py", "test_serve_page_answers.py", "test_serve_ray.py",
-    "test_serve_responses.py", "test_serve_slots.py", "test_vulkan_attention_coop.py", "test_vulkan_validation.py",
+    "test_serve_responses.py", "test_serve_slots.py", "test_shared_code.py", "test_speculation.py",
+    "test_spirv_emulator.py", "test_states.py", "test_tuning_search.py", "test_vulkan_latent.py",
+    "test_vulkan_models.py", "test_vulkan_validation.py",
 }  # fmt: skip
 
 

@@ -22,10 +22,10 @@ from mlc_amd.runtime.images.rows import Prompt
 from mlc_amd.runtime.options import CompileOptions, RunOptions
 from mlc_amd.tools.commands import inspect
 
-IDS = [*range(3, 203)]
+IDS = [*range(3, 43)]
 FUNCTIONS = {
     "cpu": ("decode", "prefill_512", "mixed_512", "score_512"),
-    "vulkan": ("decode", "step_4", "prefill_64", "prefill_512", "mixed_512", "score_64"),
+    "vulkan": ("decode", "prefill_64", "mixed_512", "score_64"),
 }
 SIZES = 256, 1024  # patches of functions, fewer than usual
 IMAGE = 18, 16  # patches, more than the smallest function takes
@@ -38,7 +38,7 @@ def engine(request, tmp_path_factory):
         vulkan_harness.gpu()
     folder = tmp_path_factory.mktemp("pieces")
     vision_models.write(folder / "mmproj.gguf", "qwen3vl_merger")
-    model = synthetic("tiny-qwen2:f16", keys=vision_models.DECODER)
+    model = synthetic("tiny-qwen2:f16", keys=vision_models.DECODER | {"block_count": 1})
     model.add_vision(VisionFile(folder / "mmproj.gguf"))
     with few_functions(FUNCTIONS[target]), pytest.MonkeyPatch.context() as patch:
         for module in (build, manifest):
@@ -92,7 +92,7 @@ def test_features_do_not_depend_on_what_comes_between_pieces(engine, other):
 
 def test_tokens_come_between_pieces(engine, monkeypatch):
     prompts = [IDS, Prompt.of([IDS, picture(3), IDS])]
-    expected = [[piece.id for piece in engine.generate(one, max_tokens=16, temperature=0.0)] for one in prompts]
+    expected = [[piece.id for piece in engine.generate(one, max_tokens=8, temperature=0.0)] for one in prompts]
     engine.reset()
     engine.features._found.clear()
     made, counts, run = [[], []], [], engine.device.run
@@ -103,7 +103,7 @@ def test_tokens_come_between_pieces(engine, monkeypatch):
         return run(function, *more)
 
     monkeypatch.setattr(engine.device, "run", counted)
-    for piece in engine.generate(prompts, max_tokens=16, temperature=0.0):
+    for piece in engine.generate(prompts, max_tokens=8, temperature=0.0):
         made[piece.index].append(piece.id)
     assert made == expected
     assert len(counts) > 1 and min(np.diff(counts)) >= 1

@@ -190,7 +190,7 @@ class Subject:
 
             backend = make_target(kind, arch)
             if len(backend.archs) > 1:
-                raise UserError(f"--arch {arch}: tune for one of them at a time")
+                raise UsageError(f"--arch {arch}: tune for one of them at a time")
             threads = selected_threads(device) if kind == "cpu" else None
             check_divided(source, gpus, kind)
             tasks = extract(divided(source, gpus), backend, options.ctx)

@@ -3,7 +3,7 @@ do."""
 
 from typing import Annotated
 
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import UsageError
 from mlc_amd.runtime.options import RunOptions, option_of
 from mlc_amd.tools.options import Key, Tracker
 from mlc_amd.tools.terminal import display
@@ -37,11 +37,11 @@ def run(
             everywhere.
     """
     if (tracker is None) == (tracker_only is None):
-        raise UserError(
+        raise UsageError(
             "give either --tracker HOST:PORT and --key KEY, to measure, or --tracker-only HOST:PORT, to be the tracker"
         )
     if tracker and not key:
-        raise UserError("--key KEY is missing: what tuning runs ask the tracker for, as gfx1100")
+        raise UsageError("--key KEY is missing: what tuning runs ask the tracker for, as gfx1100")
     from mlc_amd.compiler.tuning import rpc_server  # loads TVM
 
     if tracker_only:

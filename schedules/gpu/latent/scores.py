@@ -6,7 +6,7 @@ and all heads: `scores_matrix.py`. Else a lane has some keys, a wave some of the
 the waves add theirs up. Blocks of keys have a thread or a wave each.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from tvm.tirx.script import builder as T
 
@@ -26,6 +26,7 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 DIGITS = ((21, 11), (10, 11), (0, 10))  # of a score, the highest first: the lowest bit, bits
 COUNTS = 1 << DIGITS[0][1]
+UNROLLED = 8  # vectors of counts that a thread has, at most; more are in a loop, whose code drivers compile sooner
 MOST = (1 << 31) - 1  # in the place of the scores of blocks that are chosen in any case
 GROUP, KEYS, HEADS = 128, 4, 8  # keys of a workgroup and of a lane, and heads of these keys at a time, at most
 WAVES = 4  # that have the same keys, at most
@@ -222,18 +223,31 @@ def _product(Q: Buffer, row: Expr, head: Expr, key: Buffer, d: int) -> Expr:
     return product
 
 
+def _vectors(thread: Expr, threads: int) -> Iterator[Expr]:
+    """The numbers of the vectors of WIDTH counts that one of so many threads has; a wave alone has many, in a loop."""
+    vectors = COUNTS // WIDTH
+    if vectors <= threads * UNROLLED:
+        for own, valid in each_owned(thread, threads, vectors):
+            with when(valid):
+                yield own
+        return
+    with kept(-(-vectors // threads)) as step:
+        own = T.Bind(step * threads + thread)
+        with when(None if vectors % threads == 0 else own < vectors):
+            yield own
+
+
 def clear(counts: Buffer, index: tuple, thread: Expr, threads: int) -> None:
     """COUNTS numbers of counts[index] become 0, by so many threads."""
-    for own, valid in each_owned(thread, threads, COUNTS // WIDTH):
-        with when(valid):
-            put(counts, T.broadcast(T.int32(0), WIDTH), *index, at(own * WIDTH, WIDTH))
+    for own in _vectors(thread, threads):
+        put(counts, T.broadcast(T.int32(0), WIDTH), *index, at(own * WIDTH, WIDTH))
 
 
 def add_counts(counts: Buffer, to: tuple, thread: Expr, threads: int) -> None:
     """Adds a workgroup's counts to the COUNTS numbers of `to`, a buffer and an index."""
-    for own, valid in each_owned(thread, threads, COUNTS // WIDTH):
+    for own in _vectors(thread, threads):
         for i, count in enumerate(elements(T.Bind(counts[at(own * WIDTH, WIDTH)]))):
-            with T.If(count > 0 if valid is None else valid & (count > 0)), T.Then():
+            with when(count > 0):
                 add_to(count, *to, own * WIDTH + i)
 
 

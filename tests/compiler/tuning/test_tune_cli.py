@@ -77,7 +77,7 @@ def measurements(cache: Path) -> list[tuple[str, str]]:
         ((*SPEC, "--target", "rocm", "--arch", "gfx1"), "unknown AMD GPU"),
         ((*SPEC, "--target", "vulkan", "--arch", "voodoo"), "unknown Vulkan profile"),
         ((*SPEC, "--target", "rocm", "--arch", "gfx1100,gfx1101", "--list"), "one of them at a time"),
-        ((*SPEC, "--target", "cpu", "--gpus", "2", "--list"), "between GPUs"),
+        ((*SPEC, "--target", "cpu", "--gpus", "2", "--list"), "only GPUs share a model"),
         ((*SPEC, "--arch", "i386sx"), "unknown CPU arch"),
         ((*SPEC, "--device", "all"), "number of threads"),
         ((*SPEC, "--runner", "cloud"), "--runner must be local or rpc"),

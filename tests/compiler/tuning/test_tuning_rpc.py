@@ -14,7 +14,7 @@ import pytest
 
 from mlc_amd.compiler.tuning.database import Database
 from mlc_amd.compiler.tuning.session import TuningSession, run
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.measure.candidate import FILE, read, write
 from mlc_amd.schedules.space import space
 
@@ -298,15 +298,15 @@ def test_wrong_addresses(text):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "error", "message"),
     [
-        ({}, "either --tracker"),
-        ({"tracker": "a:1", "tracker_only": "b:1"}, "either --tracker"),
-        ({"tracker": "127.0.0.1:1"}, "--key KEY is missing"),
-        ({"tracker": "127.0.0.1:1", "key": "a b"}, "one word"),
-        ({"tracker": "no.such.host.invalid", "key": "a"}, "no way to no.such.host.invalid"),
+        ({}, UsageError, "either --tracker"),
+        ({"tracker": "a:1", "tracker_only": "b:1"}, UsageError, "either --tracker"),
+        ({"tracker": "127.0.0.1:1"}, UsageError, "--key KEY is missing"),
+        ({"tracker": "127.0.0.1:1", "key": "a b"}, UserError, "one word"),
+        ({"tracker": "no.such.host.invalid", "key": "a"}, UserError, "no way to no.such.host.invalid"),
     ],
 )
-def test_what_cannot_be_served_is_said(arguments, message):
-    with pytest.raises(UserError, match=message):
+def test_what_cannot_be_served_is_said(arguments, error, message):
+    with pytest.raises(error, match=message):
         tune_server.run(**arguments)

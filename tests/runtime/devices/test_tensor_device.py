@@ -288,7 +288,7 @@ def test_gpus_that_cannot_share_it(divided, options, message):
         ({"split": "tensor"}, UsageError, "for how many GPUs with --gpus"),
         ({"gpus": 2}, UsageError, "--gpus is for --split tensor"),
         ({"split": "tensor", "gpus": 9}, UsageError, "at most 8"),
-        ({"split": "tensor", "gpus": 2, "target": "cpu", "arch": "native"}, UserError, "between GPUs"),
+        ({"split": "tensor", "gpus": 2, "target": "cpu", "arch": "native"}, UsageError, "only GPUs share a model"),
     ],
     ids=str,
 )
