@@ -232,7 +232,7 @@ CASES = {
     ),
     "an image encoder": (
         having("general.architecture", STRING, "clip"),
-        "mmproj files hold an image encoder: give its model, and this file with --mmproj",
+        "mmproj files hold an image encoder; give its model, and this file with --mmproj",
     ),
     "long architecture": (having("general.architecture", STRING, "x" * 9999), r"'xxx.*\.\.\. is not supported"),
     "architecture type": (having("general.architecture", U32, 1), "general.architecture is 1, expected a string"),
