@@ -12,7 +12,6 @@ from mlc_amd.compiler import memory, sampling
 from mlc_amd.compiler.gguf.reader import quantization
 from mlc_amd.compiler.lowering import Lowered
 from mlc_amd.compiler.models.images import features_type, has_places
-from mlc_amd.compiler.models.vision.build import SIZES
 from mlc_amd.compiler.plan import pieces
 from mlc_amd.compiler.weights import random_tensors
 from mlc_amd.runtime.artifact.artifact import source_id
@@ -108,7 +107,8 @@ def _functions(lowered: Lowered, kernels: list[ManifestKernel]) -> dict[str, Man
         for f in lowered.functions
     }
     costs, launches = {entry["name"]: entry["operations"]["call"] for entry in kernels}, lowered.plan.functions
-    each = sum(costs[launch["kernel"]] * SIZES[0] / f.m for f in lowered.images[:1] for launch in launches[f.name])
+    moved = {entry["name"]: entry["bytes"]["call"] for entry in kernels}
+    step = sum(moved[launch["kernel"]] for launch in launches["decode"]) if lowered.images else 0
     encoders: dict[str, ManifestFunction] = {
         f"{f.name}{PIECE}{i}" if i else f.name: {
             "rows": f.m,
@@ -118,7 +118,7 @@ def _functions(lowered: Lowered, kernels: list[ManifestKernel]) -> dict[str, Man
             "launches": [*piece],
         }
         for f in lowered.images
-        for i, piece in enumerate(pieces(launches[f.name], costs, each))
+        for i, piece in enumerate(pieces(launches[f.name], costs, step))
     }
     return decoders | encoders
 

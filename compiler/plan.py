@@ -24,10 +24,12 @@ from tvm import relax
 
 from mlc_amd.runtime.artifact.io_names import OUTPUTS
 from mlc_amd.runtime.artifact.manifest import ManifestLaunch, is_encoder
-from mlc_amd.runtime.artifact.stages import VISION_LAYER, layers_of
 from mlc_amd.runtime.errors import UserError
 
 Outputs = tuple[tuple[str, str], ...]
+# Operations of an encoder's piece for each byte that a step of one token reads: GPUs compute 16 to 60 of float16 in the
+# time of one. LEAST: of these bytes, for a submission takes time, too.
+PACE, LEAST = 32.0, 1 << 30
 ALIGN = 64  # bytes, of every tensor in the arena: what vector loads and TVM's argument checks want
 
 
@@ -80,18 +82,17 @@ def make_plan(
 
 
 def pieces(
-    launches: Sequence[ManifestLaunch], costs: Mapping[str, float], most: float
+    launches: Sequence[ManifestLaunch], costs: Mapping[str, float], step: float
 ) -> list[Sequence[ManifestLaunch]]:
-    """The launches of a function that encodes images in pieces of about `most` operations, or of a layer that has more:
-    cut where layers begin. costs: operations of a call, by kernel."""
-    total = sum(costs[launch["kernel"]] for launch in launches)
-    count, cuts, done = max(1, round(total / most)) if most else 1, [0], 0.0
-    layers = layers_of(launches, VISION_LAYER)
-    half = total / (layers[-1] + 1) / 2 if layers[-1] > 0 else 0.0  # of a layer
-    for i, (launch, before, layer) in enumerate(zip(launches, [layers[0], *layers], layers, strict=False)):
-        if layer > before >= 0 and done + half >= total * len(cuts) / count:
+    """The launches of a function that encodes images in pieces that take about as long as a step of one token, or of
+    one launch that takes longer. costs: operations of a call, by kernel; step: bytes that a step reads."""
+    cuts, filled, most = [0], 0.0, PACE * max(step, LEAST)
+    for i, launch in enumerate(launches):
+        cost = costs[launch["kernel"]]
+        if filled and filled + cost > most:
             cuts.append(i)
-        done += costs[launch["kernel"]]
+            filled = 0.0
+        filled += cost
     return [launches[first:end] for first, end in pairwise([*cuts, len(launches)])]
 
 

@@ -122,6 +122,8 @@ def read_config(
     if name not in architectures():
         if name in DRAFTS:
             raise keys.error(f"{name} files hold a draft: give its model, and this file with --draft")
+        if name == "clip":
+            raise keys.error("mmproj files hold an image encoder; give its model, and this file with --mmproj")
         alike = get_close_matches(name, architectures(), 4) or sorted(MOST_USED)
         known = f"{len(architectures())} others are, such as {', '.join(alike)}"
         raise keys.error(f"architecture {shorten(name)} is not supported; {known}")

@@ -19,7 +19,7 @@ from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.errors import UserError
 
 BEFORE = -1  # the layer of launches that come before the first one
-_LAYER, VISION_LAYER = re.compile(r"blk\.(\d+)\."), re.compile(r"v\.blk\.(\d+)\.")
+_LAYER = re.compile(r"blk\.(\d+)\.")
 _READ = ("input",)  # roles of parameters through which kernels read the arena
 _WRITTEN = ("output", "work", "zero")
 _OWN = ("cache", "states")  # roles of what a layer keeps from step to step
@@ -153,15 +153,11 @@ def _count(manifest: Manifest) -> int:
 
 
 def _layers(function: ManifestFunction) -> list[int]:
-    return layers_of(function["launches"], _LAYER)
-
-
-def layers_of(launches: Sequence[ManifestLaunch], names: re.Pattern[str]) -> list[int]:
     """The layer of each launch: that of its matrices or, where it has none of a layer, of the launch before. A launch
-    may also have the norm of the next layer. names: of a layer's weights."""
+    may also have the norm of the next layer."""
     layer, found = BEFORE, []
-    for launch in launches:
-        named = [int(match[1]) for _, where, *_ in launch["args"] if (match := names.match(str(where)))]
+    for launch in function["launches"]:
+        named = [int(match[1]) for _, where, *_ in launch["args"] if (match := _LAYER.match(str(where)))]
         layer = max(layer, min(named, default=layer))
         found.append(layer)
     return found

@@ -8,6 +8,8 @@ Device(artifact, threads) -> checks that this machine can run the artifact, maps
 .run(function, meanwhile)    runs one function of the plan and waits; GPUs run long steps in pieces (pieces.py).
                              meanwhile: optional: is called once and writes LATE io buffers (io_names.py); a GPU
                              computes what does not read these at the same time. Its errors are raised when it is idle
+.feed(function)              runs a function whose results nobody wants, and need not wait for all of it: `run` or
+                             another `feed` follows before anything else
 .can_start_ahead(function, late)  whether a run of that function may start while another one is in progress; late: also
                              before its LATE inputs are known; if so, the methods up to `wait` exist
 .prepare(function, ahead, late)  what `start`, or `start_ahead`, would do at its first call, which may take long
@@ -55,6 +57,5 @@ Of several GPUs that compute parts of the same rows:
 Of several GPUs that have layers each:
 
 .in_flight                   how many steps may be started before the oldest is waited for
-.feed(function)              runs a function whose results nobody wants, and need not wait for all of it
 .discard()                   waits for steps whose results nobody wants any more
 """

@@ -224,6 +224,9 @@ class CpuDevice:
         self._replays[function]()
         self.waited += time.perf_counter() - start
 
+    def feed(self, function: str) -> None:
+        self.run(function)
+
     def can_start_ahead(self, function: str, late: bool = False) -> bool:
         return False
 

@@ -113,6 +113,15 @@ class RunQueue:
         self._begun -= 1
         return True
 
+    def feed(self, name: str, pieces: Iterator[None]) -> None:
+        """Runs a function whose results nobody wants; does not wait for it, but for all but one of those before."""
+        if self._pacer.pieces(name):
+            self.run(name, None, pieces)
+            return
+        while len(self._runs) >= SLOTS:
+            self.wait()
+        self._submit(name)
+
     def can_start_ahead(self, name: str, late: bool = False) -> bool:
         if self._pacer.pieces(name) or (late and not self._heads[name]):
             return False
@@ -195,6 +204,10 @@ class QueuedDevice(ABC):
     def run(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
         with self._usable(f"running {function}"):
             self._queue.run(function, meanwhile, self._run_alone(function, plain=False))
+
+    def feed(self, function: str) -> None:
+        with self._usable(f"running {function}"):
+            self._queue.feed(function, self._run_alone(function, plain=False))
 
     def begin(self, function: str) -> None:
         with self._usable(f"running {function}"):

@@ -137,6 +137,9 @@ class TensorDevice(SeveralGpus):
             meanwhile()
         self._in_turn(beside, function)
 
+    def feed(self, function: str) -> None:
+        self.run(function)
+
     def _in_step(self, first: str, second: str) -> bool:
         """Whether segments of both end at the same layers: functions of few rows exchange them within segments."""
 

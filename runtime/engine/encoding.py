@@ -1,5 +1,6 @@
 """The encoding of images that requests wait for, piece by piece between the steps of other answers."""
 
+import time
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
@@ -21,13 +22,15 @@ class PiecewiseWork(Protocol):
 
 class Encoding:
     """Of what the last plan of the scheduler lacked. While other answers are being generated, the images of one request
-    at a time: a piece takes no longer than they must."""
+    at a time, in turn with steps: as many pieces as take no longer than a step, but one at least."""
 
     def __init__(self, scheduler: Scheduler, features: Features) -> None:
         self._scheduler, self._features = scheduler, features
         self._pieces: Iterator[None] | None = None
         self._requests: list[Request] = []  # that wait for what is encoded
-        self._steps = 2  # calls of `takes_turn` since the last piece
+        self._turn = False  # the last turn was that of pieces
+        self._ended = 0.0  # when that was done
+        self._step = 0.0  # seconds of the shortest step between these pieces, 0: none was seen
 
     @property
     def waits(self) -> bool:
@@ -35,30 +38,36 @@ class Encoding:
         return self._pieces is not None or bool(self._scheduler.admission.missing)
 
     def takes_turn(self) -> bool:
-        """Whether a piece comes before the next step. The first step after a piece has no chunk of a prompt if it has
-        answers, so that these do not wait for a piece and a chunk at once; a second one, with the chunk, comes then."""
-        self._steps = 0 if self.waits and self._steps > self._busy else self._steps + 1
-        return not self._steps
+        """Whether pieces come before the next step."""
+        if self._turn and self._answering():
+            step = time.perf_counter() - self._ended
+            self._step = min(self._step or step, step)
+        self._turn = self.waits and not (self._turn and self._answering())
+        return self._turn
 
-    @property
-    def _busy(self) -> bool:
+    def _answering(self) -> bool:
         """Whether answers are being generated."""
         return any(request.generated for request in self._scheduler.running)
 
     def piece(self) -> Iterable[tuple[Request, Exception]]:
-        """Computes one, of images that a request still waits for. Returns the requests that cannot have their images,
+        """Computes pieces of images that a request still waits for. Returns the requests that cannot have their images,
         and why."""
-        missing = self._scheduler.admission.missing
-        self._scheduler.chunk_waits = True
+        missing, busy = self._scheduler.admission.missing, self._answering()
         if self._pieces is None or all(request.state == "done" for request in self._requests):
             waiting = [request for request in missing if request.state != "done"]
-            self._requests = waiting[: 1 if self._busy else None]
-            self._pieces = self._features.encode(image for request in self._requests for image in missing[request])
+            self._requests, self._step = waiting[: 1 if busy else None], 0.0
+            images = (image for request in self._requests for image in missing[request])
+            self._pieces = self._features.encode(images, self._answering)
+        begin = now = time.perf_counter()
+        last = 0.0  # seconds of the last piece
         try:
-            next(self._pieces)
+            while not last or (busy and now + last - begin <= self._step):
+                next(self._pieces)
+                last, now = time.perf_counter() - now, time.perf_counter()
         except StopIteration:
             self._pieces, self._scheduler.admission.missing = None, {}
         except Exception as error:
             self._pieces, self._scheduler.admission.missing = None, {}
             return [(request, error) for request in self._requests]
+        self._ended = time.perf_counter()
         return ()

@@ -6,6 +6,7 @@ logits of a chunk, float32 (`run`, `score`).
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,8 +59,8 @@ class Runner:
             self.cache.mark_changed()
             raise
         if chunk and (images := chunk.images):
-            rows = self.images.rows(images, len(singles), len(singles) + len(chunk[0]))
-            self.device.write(FEATURES, rows)
+            first, live = len(singles), len(singles) + len(chunk[0])
+            self.device.fill(FEATURES, live, partial(self.images.put, images, first))
         return write_step(self.device, self._entries[function.name], singles, chunk)
 
     def _function(self, singles: Sequence[SingleRow], chunk: ChunkRows | None) -> StepFunction:

@@ -59,7 +59,6 @@ class Scheduler:
         self._cancels: deque[Request] = deque()
         self._ended: list[Sequence] = []  # of requests that are done, while a step may use them
         self._alone = False  # the last step was that of a chunk alone
-        self.chunk_waits = False  # the next step has no chunk if it has answers
 
     @property
     def unfinished(self) -> int:
@@ -153,8 +152,7 @@ class Scheduler:
             if sum(bool(step.singles) for step in self._in_progress) >= self.groups:
                 singles = []
         planned = self.admission.reserve_rows(singles, max(most - bool(prefilling or self.waiting), 1))
-        room = len(planned) < most and not (self.chunk_waits and planned)
-        self.chunk_waits = False
+        room = len(planned) < most
         chunk = self.admission.plan_chunk(planned, prefilling, self._alone) if room else None
         self._alone = chunk is not None and chunk.alone
         if self._alone:

@@ -6,7 +6,7 @@ device takes them, and copy the features that it has made.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import lru_cache, partial
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
@@ -19,11 +19,10 @@ from mlc_amd.runtime.artifact.ranks import segments
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.images.layout import Layout, angles, layout, neighbours, patch_lines, positions, put_patches
 from mlc_amd.runtime.images.prepared import PreparedImage
+from mlc_amd.runtime.images.threads import begin, parts, share, wait
 
 _AT_ONCE = 4096  # patches of a run of images that are not small: with more of them activations fill no cache any more
-_THREADS = ThreadPoolExecutor(8, "images")  # memory that is written first is slow for a single thread
 _PATCHES = 1024  # of which a thread puts the pixels into place: to start it takes as long as a few hundred
-_PART = 2 << 20  # bytes of features that a thread copies
 _SHAPES = 16  # of which what is computed is kept: tiles of one picture have few
 _TABLE, _CLASS, _BREAK, _BIAS = "v.position_embd.weight", "v.class_embd", "v.token_embd.img_break", "v.patch_embd.bias"
 
@@ -56,14 +55,16 @@ class ImageEncoder:
 
     def encode(self, images: Sequence[PreparedImage]) -> list[np.ndarray]:
         """Of each image float32 or float16 [rows, columns]. UserError for an image that the encoder cannot take."""
-        return [*chain(*self._runs(self._groups(images, self.most, min(self.most, _AT_ONCE))))]
+        return [*chain(*self._runs(self._groups(images, self.most, min(self.most, _AT_ONCE)), lambda: False))]
 
-    def pieces(self, images: Sequence[PreparedImage]) -> Generator[None, None, list[np.ndarray]]:
-        """`encode` in pieces, with other work of the device between them: runs of the smallest function, or of a piece
-        of a larger one. Returns what `encode` returns."""
+    def pieces(
+        self, images: Sequence[PreparedImage], busy: Callable[[], bool]
+    ) -> Generator[None, None, list[np.ndarray]]:
+        """`encode` in pieces, with other work of the device between them: pieces of a function, or while nobody is
+        `busy` as many as the smallest function has. Returns what `encode` returns."""
         found: list[np.ndarray] = []
-        smallest = self._functions[0][0]
-        for features in self._runs(self._groups(images, smallest, smallest)):
+        smallest, name = self._functions[0]
+        for features in self._runs(self._groups(images, smallest, smallest), busy, len(self._cut[name])):
             found += features
             if len(found) < len(images):
                 yield
@@ -128,8 +129,11 @@ class ImageEncoder:
             found[of.live - 1] = self._vectors[_CLASS][:columns] + first - bias[:columns]
         return found
 
-    def _runs(self, groups: Iterable[Sequence[PreparedImage]]) -> Iterator[list[np.ndarray]]:
-        """The features of each group's images, and [] after each piece of a run but the last. A run begins again where
+    def _runs(
+        self, groups: Iterable[Sequence[PreparedImage]], busy: Callable[[], bool], most: int | None = None
+    ) -> Iterator[list[np.ndarray]]:
+        """The features of each group's images, and [] between pieces of a run: `most` of them are submitted together,
+        None: all, or each by itself while others are busy, to whom its inputs count as one. A run begins again where
         another one came between its pieces."""
         for run in [self._packed(group) for group in groups]:
             functions, this, done, found = self._cut[run.function], object(), 0, []
@@ -138,9 +142,15 @@ class ImageEncoder:
                     self._begun, done = this, 0
                     self._write(run)
                     found = self._memory(run)
+                    if busy():
+                        yield []
+                        continue
                 self._write_counts(run)
-                self._device.run(functions[done])
-                done += 1
+                *fed, last = functions[done:][: 1 if busy() else most]
+                for piece in fed:
+                    self._device.feed(piece)
+                self._device.run(last)
+                done += len(fed) + 1
                 if done < len(functions):
                     yield []
             yield self._features(run, found)
@@ -153,13 +163,21 @@ class ImageEncoder:
 
     def _put(self, run: "_Run", patches: np.ndarray) -> None:
         """The pixels of a run's patches, float32 [patches, columns], of which the first are used."""
-        parts = []
+        each = []
         for image, shape, start in run.each():
             for first in range(0, shape.of.rows, _PATCHES):
                 some = slice(first, min(first + _PATCHES, shape.of.rows))
                 own = patches[start + some.start : start + some.stop, : 3 * self.vision["patch"] ** 2]
-                parts.append((image.pixels, shape.lines[some], shape.of.y[some], own))
-        _share(put_patches, parts)
+                each.append((image.pixels, shape.lines[some], shape.of.y[some], own))
+        share(put_patches, each)
+
+    @staticmethod
+    def _put_inputs(run: "_Run", key: str, rows: np.ndarray) -> None:
+        """The rows of an input that each shape has its own of."""
+        copies = []
+        for shape, start in zip(run.shapes, run.starts, strict=False):
+            copies += zip(parts(rows[start : start + shape.of.rows]), parts(shape.inputs[key]), strict=True)
+        share(np.copyto, copies)
 
     def _write(self, run: "_Run") -> None:
         """The device's inputs."""
@@ -170,6 +188,8 @@ class ImageEncoder:
             for key, rows in self._places(run).items():
                 if key in self.vision["io"]:
                     self._device.write(key, rows)
+            for key in run.shapes[0].inputs:
+                self._device.fill(key, run.starts[-1], partial(self._put_inputs, run, key))
 
     def _write_counts(self, run: "_Run") -> None:
         """Inputs that steps of the decoder have, too."""
@@ -182,20 +202,20 @@ class ImageEncoder:
         """For the features of each image, written once by threads: the system hands it out then, while the device
         computes, and not while the features are copied."""
         found = [np.empty((shape.of.rows // self._each, self._columns), self._type) for shape in run.shapes]
-        self._writing = [_THREADS.submit(part.fill, 0.0) for rows in found for part in _parts(rows)]
+        self._writing = [begin(part.fill, 0.0) for rows in found for part in parts(rows)]
         return found
 
     def _features(self, run: "_Run", found: list[np.ndarray]) -> list[np.ndarray]:
         """Those of each image, once the run is done, in `_memory`."""
-        rows, parts = self._device.read(ENCODED, run.starts[-1] // self._each), []
+        rows, copies = self._device.read(ENCODED, run.starts[-1] // self._each), []
         for target, start in zip(found, run.starts, strict=False):
-            parts += zip(_parts(target), _parts(rows[start // self._each :][: len(target)]), strict=True)
-        _wait(self._writing)
-        _share(np.copyto, parts)
+            copies += zip(parts(target), parts(rows[start // self._each :][: len(target)]), strict=True)
+        wait(self._writing)
+        share(np.copyto, copies)
         return [self._finished(rows, *of) for rows, of in zip(found, run.each(), strict=True)]
 
     def _places(self, run: "_Run") -> dict[str, np.ndarray]:
-        """Inputs that follow from the images' shapes."""
+        """Inputs that follow from where the images' rows are."""
         size, shapes, starts, total, io = run.size, run.shapes, run.starts, run.starts[-1], self.vision["io"]
         segments = np.stack([np.arange(total), np.arange(1, total + 1)], 1).astype(np.int32)
         windows = segments.copy()
@@ -203,8 +223,6 @@ class ImageEncoder:
             segments[start : start + shape.of.live] = start, start + shape.of.live
             windows[start : start + len(shape.of.windows)] = shape.of.windows + start
         rows = {"segments": segments, "windows": windows}
-        for key in shapes[0].inputs:
-            rows[key] = np.concatenate([shape.inputs[key] for shape in shapes])
         if "neighbours" in io:  # rows of the second convolution come after all that the first one may have
             found = [neighbours(shape.of) for shape in shapes]
             rows["neighbours"] = table = np.full((size // 4 + total // 16, io["neighbours"]), -1, np.int32)
@@ -225,23 +243,6 @@ class ImageEncoder:
         if len(found) != image.rows:
             raise UserError(f"an image became {len(found)} rows, and {image.rows} were planned for it")
         return found
-
-
-def _parts(rows: np.ndarray) -> list[np.ndarray]:
-    return np.array_split(rows, max(1, rows.nbytes // _PART))
-
-
-def _share(call: Callable[..., object], parts: Sequence[Sequence[Any]]) -> None:
-    """Calls it with the arguments of each part, of which there is at least one: this thread for the first, others for
-    the rest."""
-    others = [_THREADS.submit(call, *part) for part in parts[1:]]
-    call(*parts[0])
-    _wait(others)
-
-
-def _wait(work: Sequence[Future]) -> None:
-    for one in work:
-        one.result()
 
 
 class _Shape(NamedTuple):

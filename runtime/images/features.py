@@ -3,7 +3,7 @@
 Requests have their images, so features that are not here any more are computed again."""
 
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -11,13 +11,16 @@ import numpy as np
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.images.prepared import PreparedImage
 from mlc_amd.runtime.images.rows import ImagePart
+from mlc_amd.runtime.images.threads import parts, share
 
 LIMIT = 512 << 20  # bytes: of a model of 4096 columns with three layers of deepstack 8192 rows of float32
 
 
 class Encoder(Protocol):
-    def pieces(self, images: Sequence[PreparedImage]) -> Generator[None, None, list[np.ndarray]]:
-        """Encodes images in pieces: several small ones, or a larger one, at a time. Returns [rows, columns] of each."""
+    def pieces(
+        self, images: Sequence[PreparedImage], busy: Callable[[], bool]
+    ) -> Generator[None, None, list[np.ndarray]]:
+        """Encodes images in pieces, smaller ones while others are `busy`. Returns [rows, columns] of each."""
         ...
 
 
@@ -38,7 +41,7 @@ class Features:
         while self._bytes > self._limit and len(self._found) > 1:
             self._bytes -= self._found.popitem(last=False)[1].nbytes
 
-    def encode(self, images: Iterable[PreparedImage]) -> Iterator[None]:
+    def encode(self, images: Iterable[PreparedImage], busy: Callable[[], bool] = lambda: False) -> Iterator[None]:
         """Computes, piece by piece, those of the first image that is not here, and of as many after it as may be here
         together. UserError without an encoder."""
         if self.encoder is None:
@@ -50,7 +53,7 @@ class Features:
             if count and (not size or rows * size > self._limit // 2):
                 missing = missing[:count]
                 break
-        found = yield from self.encoder.pieces(missing)
+        found = yield from self.encoder.pieces(missing, busy)
         for image, features in zip(missing, found, strict=True):
             self.add(image, features)
 
@@ -59,15 +62,14 @@ class Features:
         for _ in self.encode(images):
             pass
 
-    def rows(self, parts: Iterable[ImagePart], first: int, live: int) -> np.ndarray:
-        """[live, columns] for a step whose chunk begins with row `first`; zeros in the rows of texts."""
-        found = None
-        for row, image, begin, count in parts:
-            own = self._found[image.key]
+    def put(self, chunk: Iterable[ImagePart], first: int, target: np.ndarray) -> None:
+        """Writes [rows, columns] of a step whose chunk begins with row `first`: zeros in the rows of texts."""
+        copies, end = [], 0
+        for row, image, begin, count in chunk:
+            own = self._found[image.key][begin : begin + count]
             self._found.move_to_end(image.key)
-            if count == live:  # large images fill chunks
-                return own[begin : begin + count]
-            found = np.zeros((live, own.shape[1]), own.dtype) if found is None else found
-            found[first + row : first + row + count] = own[begin : begin + count]
-        assert found is not None, "a chunk with rows of an image"
-        return found
+            target[end : first + row] = 0
+            end = first + row + count
+            copies += zip(parts(target[first + row : end]), parts(own), strict=True)
+        target[end:] = 0
+        share(np.copyto, copies)

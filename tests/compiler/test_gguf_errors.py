@@ -230,6 +230,10 @@ CASES = {
         having("general.architecture", STRING, "deepseek5"),
         r"'deepseek5' is not supported; \d+ others are, such as deepseek,",
     ),
+    "an image encoder": (
+        having("general.architecture", STRING, "clip"),
+        "mmproj files hold an image encoder; give its model, and this file with --mmproj",
+    ),
     "long architecture": (having("general.architecture", STRING, "x" * 9999), r"'xxx.*\.\.\. is not supported"),
     "architecture type": (having("general.architecture", U32, 1), "general.architecture is 1, expected a string"),
     "no architecture": (make(without(METADATA, "general.architecture")), "general.architecture is missing"),

@@ -1,6 +1,8 @@
 """A large image is encoded in pieces, and steps of the decoder come between them: results are the same, to the bit."""
 
+import itertools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import vision_models
 import vulkan_harness
 from few_functions import few_functions
 
-from mlc_amd.compiler import manifest
+from mlc_amd.compiler import plan
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.gguf.mmproj import VisionFile
 from mlc_amd.compiler.models.vision import build
@@ -16,6 +18,7 @@ from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact.manifest import is_encoder
 from mlc_amd.runtime.artifact.manifest_check import ManifestFault, check
 from mlc_amd.runtime.artifact.memory import of_manifest
+from mlc_amd.runtime.engine import encoding
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.images.prepared import PreparedImage
 from mlc_amd.runtime.images.rows import Prompt
@@ -28,6 +31,7 @@ FUNCTIONS = {
     "vulkan": ("decode", "prefill_64", "mixed_512", "score_64"),
 }
 SIZES = 256, 1024  # patches of functions, fewer than usual
+LEAST = 1 << 18  # bytes of a step: for pieces of a small encoder
 IMAGE = 18, 16  # patches, more than the smallest function takes
 
 
@@ -41,8 +45,8 @@ def engine(request, tmp_path_factory):
     model = synthetic("tiny-qwen2:f16", keys=vision_models.DECODER | {"block_count": 1})
     model.add_vision(VisionFile(folder / "mmproj.gguf"))
     with few_functions(FUNCTIONS[target]), pytest.MonkeyPatch.context() as patch:
-        for module in (build, manifest):
-            patch.setattr(module, "SIZES", SIZES)
+        patch.setattr(build, "SIZES", SIZES)
+        patch.setattr(plan, "LEAST", LEAST)
         compile_model(model, folder / "model", CompileOptions(target=target, arch=arch, ctx=512))
     with Engine.load(folder / "model", RunOptions(kv_tokens=2048)) as engine:
         yield engine
@@ -74,7 +78,7 @@ def test_features_do_not_depend_on_what_comes_between_pieces(engine, other):
     between = Prompt.of([IDS, picture(2), IDS] if other else [IDS])
     logits, image = engine.prefill(between).copy(), picture(1)
     (expected,) = engine.features.encoder.encode([image])
-    run, count = engine.features.encoder.pieces([image]), 1
+    run, count = engine.features.encoder.pieces([image], lambda: True), 1
     while True:
         try:
             next(run)
@@ -90,12 +94,31 @@ def test_features_do_not_depend_on_what_comes_between_pieces(engine, other):
     assert expected.std() > 0.01 and (found == expected).all()
 
 
+def test_pieces_are_submitted_together_while_nobody_waits(engine):
+    encoder, image, waits = engine.features.encoder, picture(4), []
+    for busy in (False, True):
+        run, count = encoder.pieces([image], lambda busy=busy: busy), 0
+        while True:
+            try:
+                next(run)
+            except StopIteration as end:
+                (found,) = end.value
+                break
+            count += 1
+        waits.append(count)
+        assert (found == encoder.encode([image])[0]).all()
+    pieces = {name: len(cut) for name, cut in encoder._cut.items()}
+    assert waits == [-(-pieces["image_1024"] // pieces["image_256"]) - 1, pieces["image_1024"]]
+
+
 def test_tokens_come_between_pieces(engine, monkeypatch):
     prompts = [IDS, Prompt.of([IDS, picture(3), IDS])]
-    expected = [[piece.id for piece in engine.generate(one, max_tokens=8, temperature=0.0)] for one in prompts]
+    expected = [[piece.id for piece in engine.generate(one, max_tokens=16, temperature=0.0)] for one in prompts]
     engine.reset()
     engine.features._found.clear()
-    made, counts, run = [[], []], [], engine.device.run
+    made, counts, run, clock = [[], []], [], engine.device.run, itertools.count()
+    # a piece takes as long as a step: so there is one at a time
+    monkeypatch.setattr(encoding, "time", SimpleNamespace(perf_counter=clock.__next__))
 
     def counted(function, *more):
         if is_encoder(function):
@@ -103,7 +126,7 @@ def test_tokens_come_between_pieces(engine, monkeypatch):
         return run(function, *more)
 
     monkeypatch.setattr(engine.device, "run", counted)
-    for piece in engine.generate(prompts, max_tokens=8, temperature=0.0):
+    for piece in engine.generate(prompts, max_tokens=16, temperature=0.0):
         made[piece.index].append(piece.id)
     assert made == expected
     assert len(counts) > 1 and min(np.diff(counts)) >= 1

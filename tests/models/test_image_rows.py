@@ -4,7 +4,9 @@ repository (`test_vision.py` has the encoders)."""
 
 import asyncio
 import hashlib
+import itertools
 import json
+from types import SimpleNamespace
 
 import architectures
 import numpy as np
@@ -15,6 +17,7 @@ from samples import sample
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.gguf.mmproj import VisionFile
 from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.runtime.engine import encoding
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.images.features import Features
@@ -50,7 +53,7 @@ class Encoder:
         self.known[made.key] = features
         return made
 
-    def pieces(self, images):
+    def pieces(self, images, busy):
         for image in images:
             self.encoded.append(image.key)
             self.between()
@@ -185,7 +188,9 @@ def test_a_part_of_an_image_that_sees_itself_is_computed_again(opened):
 
 
 @pytest.mark.parametrize("name", ["qwen2vl", "gemma3"])
-def test_answers_go_on_while_images_are_encoded(opened, name):
+def test_answers_go_on_while_images_are_encoded(opened, name, monkeypatch):
+    # a piece takes as long as a step: so there is one at a time
+    monkeypatch.setattr(encoding, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
     engine, encoder, features = opened(name)
     pictures = [encoder.image(features(*range(n, n + 30)), (5, 6)) for n in (100, 200, 300, 400)]
     prompts = [[3, 4, 5], Prompt.of([IDS, *pictures, IDS]), Prompt.of([pictures[0], IDS])]
@@ -216,28 +221,6 @@ def test_images_of_a_cancelled_request_are_not_encoded_further(opened):
     encoder.between = lambda: None
     assert len(tokens_of(engine, seen)) == 8  # those of the next request are
     assert len(encoder.encoded) == 3 and not encoding.waits
-
-
-def test_no_chunk_comes_right_after_a_piece(opened, monkeypatch):
-    """An answer that is being generated waits for a piece of an encoder or for a chunk of a prompt, not for both."""
-    engine, encoder, features = opened("qwen2vl")
-    scheduler, log = engine._loop.scheduler, []
-    plan = scheduler.plan
-
-    def planned():
-        if step := plan():
-            log.append("chunk" if step.chunk else "step")
-        return step
-
-    monkeypatch.setattr(scheduler, "plan", planned)
-    encoder.between = lambda: log.append("piece")
-    pictures = [encoder.image(features(*range(n, n + 30)), (5, 6)) for n in (100, 200, 300)]
-    texts = [[*range(n, n + 300)] for n in (500, 510, 520)]
-    prompts = [[3, 4, 5], Prompt.of([IDS, *pictures, IDS]), *texts]
-    assert len([*engine.generate(prompts, max_tokens=24, temperature=0.0)]) == 24 * len(prompts)
-    after = [log[place + 1 : place + 3] for place, what in enumerate(log) if what == "piece"]
-    assert len(after) == 3
-    assert all(first == "step" and second != "piece" for first, second in after)
 
 
 def test_guesses_are_no_rows_of_images(opened):

@@ -131,7 +131,7 @@ def test_choice_of_many_keys():
     groups."""
     places = [(9215 - 400 * row, row) for row in range(12)]
     op = SelectKeys(heads=8, d=32, used=500, ctx=9216, m=len(places))
-    check(op, "gpu", on_lavapipe(op, units=2 * len(places), most_threads=128), places=places)
+    check(op, "gpu", on_lavapipe(op, units=2 * len(places), threads=128), places=places)
 
 
 CHOICE = SelectKeys(heads=32, d=64, used=USED, ctx=CTX, m=M)

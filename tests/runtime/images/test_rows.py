@@ -70,17 +70,17 @@ def test_features_that_were_used_last_are_kept():
     for one, count in ((A, 60), (B, 30)):
         kept.add(one, np.zeros((1, count), np.float32))
     parts = list(rows_of().parts(2, 6))
-    assert kept.rows(parts[:1], 0, 1).shape == (1, 60)
+    kept.put(parts[:1], 0, np.empty((1, 60), np.float32))
     kept.add(image(1, (1, 1), 2), np.zeros((1, 20), np.float32))
     assert A in kept and B not in kept
     kept.add(image(1, (1, 1), 3), np.zeros((1, 500), np.float32))
     assert image(1, (1, 1), 3) in kept and A not in kept
 
 
-def test_features_that_fill_a_chunk_are_not_copied():
-    kept, features = Features(), np.arange(60, dtype=np.float16).reshape(6, 10)
+def test_features_of_a_step_among_rows_of_texts():
+    kept, features, more = Features(), np.arange(60, dtype=np.float16).reshape(6, 10), np.ones((4, 10), np.float16)
     kept.add(A, features)
-    parts = list(rows_of().parts(2, 6))
-    assert np.shares_memory(kept.rows(parts, 0, 6), features)
-    among = kept.rows(parts, 2, 9)
-    assert (among[2:8] == features).all() and not among[[0, 1, 8]].any() and among.dtype == np.float16
+    kept.add(B, more)
+    step = np.full((14, 10), 7, np.float16)
+    kept.put(list(rows_of().parts(1, 12)), 2, step)  # a chunk of one row of text, both images, and one of text
+    assert (step[3:9] == features).all() and (step[9:13] == more).all() and not step[[0, 1, 2, 13]].any()
