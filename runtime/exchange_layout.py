@@ -13,7 +13,7 @@ CONTROL = 4
 # Control's elements: rounds that are done, times GROUPS (each workgroup of a launch adds its share of one); not 0 when
 # words did not come; this GPU's number
 DONE, FAILED, RANK = 0, 1, 2
-GROUPS = 64  # workgroups of a launch, at most
+GROUPS = 4096  # workgroups of a launch, at most; a power of two
 WORD = 8  # bytes
 EMPTY = -1  # a half without data: no float32 that arithmetic makes, and no two float16
 LINE = 8  # words of a cache line; what a round sends is whole lines
