@@ -15,30 +15,33 @@ from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.step import FEW, kernel
 from mlc_amd.schedules.gpu.exchange.exchange import POLLS, Sum, pause_of
-from mlc_amd.schedules.gpu.linear import gemv
-from mlc_amd.schedules.operators import AllReduce, Linear, Operator
+from mlc_amd.schedules.gpu.linear import gemv, gemv_down
+from mlc_amd.schedules.operators import AllReduce, ExpertDown, Linear, Operator
 
 
 def can_join(product: Operator | None, total: AllReduce, arch: Device) -> bool:
     """Whether there is a kernel that computes a product and the sum of it over all GPUs."""
-    if not isinstance(product, Linear) or total.half or total.norm_out not in ("", "rows"):
+    if total.half or total.norm_out not in ("", "rows") or total.n % BLOCK:
         return False
-    alone = product.plain and not product.norm_out and product.eps is None
-    whole = product.segments[0][1] == total.n and total.n % BLOCK == 0
-    return alone and whole and product.m <= FEW and gemv.suits(product, arch)
+    if isinstance(product, ExpertDown):  # workgroups of rows that are not live would send nothing
+        return product.m == product.tile == 1 and not product.residual
+    if not isinstance(product, Linear) or not product.plain or product.norm_out or product.eps is not None:
+        return False
+    return product.segments[0][1] == total.n and product.m <= FEW and gemv.suits(product, arch)
 
 
-def planned(product: Linear) -> Linear:
-    """The operator whose plans are those of a joint kernel: its workgroups have blocks, too."""
-    return replace(product, norm_out="rows")
+def planned(product: Linear | ExpertDown) -> Operator:
+    """The operator whose plans are those of a joint kernel: that of a linear whose workgroups have blocks, too."""
+    return replace(product, norm_out="rows") if isinstance(product, Linear) else product
 
 
 def joint(
-    product: Linear, total: AllReduce, capacity: int, arch: Device, name: str, peers: bool = False,
+    product: Linear | ExpertDown, total: AllReduce, capacity: int, arch: Device, name: str, peers: bool = False,
     plan=None, polls: int = POLLS,
 ) -> tirx.PrimFunc:  # fmt: skip
-    """That kernel. capacity, peers, polls: as of `exchange`; plan: of `planned`'s."""
+    """That kernel. capacity, peers, polls: as of `exchange`; plan: of `planned`'s, of a linear."""
     with kernel(name) as ir:
-        state = T.arg("state", T.buffer((4,), "int32"))
-        gemv.emit_linear(product, arch, state, plan, lambda: Sum(total, capacity, arch, peers, polls, pause_of(arch)))
+        state, rest = T.arg("state", T.buffer((4,), "int32")), (capacity, arch, peers, polls, pause_of(arch))
+        emit = gemv.emit_linear if isinstance(product, Linear) else gemv_down.emit_down
+        emit(product, arch, state, plan, lambda: Sum(total, *rest))  # type: ignore[arg-type]
     return ir.get()

@@ -179,43 +179,57 @@ def _emit_prepared(
             norm.store(arch, token, row, y, loaded, live)
 
 
-def _emit_added(
-    arch: Device, plan: Plan, args: LinearBuffers, tokens: Tokens, factors: RowFactors | None,
-    place: tuple[Expr, Expr, Expr], added: Sum,
+def emit_added(
+    arch: Device, added: Sum, Y: Buffer, waves: int, place: tuple[Expr, Expr, Expr],
+    compute: Callable[[], Callable[[Expr, Expr, Expr], list[Expr]]],
 ) -> None:  # fmt: skip
-    """A block of a linear whose sum over several GPUs the kernel makes: its products go to the others' workgroups of
-    the same number. place: as of `_emit_prepared`."""
-    ((fmt, n, planes, bias, Y),), (block, lane, wave) = args.segments, place
-    first, m, found = T.Bind(block * BLOCK), len(tokens), []
-    added.round.begin(wave * arch.wave + lane, plan.waves * arch.wave)
-    weights = [(fmt, load.views(fmt, planes, span_of([fmt], tokens[0].k)))]
-    products = _emit_block(arch, plan, weights, first, tokens, lane, wave)
-    if factors is not None and m == 1:
-        factors.compute()
-    parts = [*_block_parts(arch, m, lane, wave, plan.waves, PAIR)]
-    for token, column, live in parts:  # loads before the barrier
-        row, pair = T.Bind(first + column), T.Bind((block * m + token) * (BLOCK // PAIR) + column // PAIR)
-        biases = [] if bias is None else load_columns(bias, row) + load_columns(bias, row + WIDTH)
-        found.append((pair, token, row, biases, added.load(token, row), T.Bind(live & added.round.alive)))
-
-    def result(token: Expr, column: Expr, biases: list[Expr]) -> list[Expr]:
-        y = load_columns(products, token, column) + load_columns(products, token, column + WIDTH)
-        y = y if factors is None else [factors.scaled(token, v) for v in y]
-        return [T.Bind(v + b) for v, b in zip(y, biases, strict=True)] if biases else y
-
+    """A block of 32 columns of products whose sum over several GPUs the kernel makes: they go to the others' workgroups
+    of the same number. place: number of the block, lane, wave; compute() emits the products of all tokens, and returns
+    result(token, column of the block, row), PAIR of them, which it may read after a barrier. Y: where these go."""
+    (block, lane, wave), (m, n) = place, (int(size) for size in Y.shape)
+    added.round.begin(wave * arch.wave + lane, waves * arch.wave)
+    result, parts = compute(), []
+    for token, column, live in _block_parts(arch, m, lane, wave, waves, PAIR):  # loads before the barrier
+        row, pair = T.Bind(block * BLOCK + column), T.Bind((block * m + token) * (BLOCK // PAIR) + column // PAIR)
+        mine = T.Bind(live & added.round.alive)
+        parts.append((token, column, row, pair, added.load(token, row), mine))
     barrier()
-    with when(_has_parts(arch, m, wave, plan.waves, PAIR)):
-        for (_, column, _), (pair, token, row, biases, _, mine) in zip(parts, found, strict=True):
-            y = result(token, column, biases)
+    with when(_has_parts(arch, m, wave, waves, PAIR)):
+        for token, column, row, pair, _, mine in parts:
+            y = result(token, column, row)
             added.round.send(pair, y, mine)
             with when(mine):
                 for j in range(0, PAIR, WIDTH):
                     T.buffer_store(Y, vector(y[j : j + WIDTH]), [token, at(row + j, WIDTH)])
     barrier()  # all threads of the workgroup have sent all, and read the count
-    with when(_has_parts(arch, m, wave, plan.waves, PAIR)):
-        for (_, column, _), (pair, token, row, biases, loaded, mine) in zip(parts, found, strict=True):
-            added.store(pair, token, row, result(token, column, biases), loaded, mine)
+    with when(_has_parts(arch, m, wave, waves, PAIR)):
+        for token, column, row, pair, loaded, mine in parts:
+            added.store(pair, token, row, result(token, column, row), loaded, mine)
     added.round.end((wave == 0) & (lane == 0), block, n // BLOCK)
+
+
+def _emit_added_linear(
+    arch: Device, plan: Plan, args: LinearBuffers, tokens: Tokens, factors: RowFactors | None,
+    place: tuple[Expr, Expr, Expr], added: Sum,
+) -> None:  # fmt: skip
+    """That of a linear. place: as of `_emit_prepared`."""
+    ((fmt, _, planes, bias, Y),), (block, lane, wave) = args.segments, place
+
+    def compute() -> Callable[[Expr, Expr, Expr], list[Expr]]:
+        weights = [(fmt, load.views(fmt, planes, span_of([fmt], tokens[0].k)))]
+        products = _emit_block(arch, plan, weights, T.Bind(block * BLOCK), tokens, lane, wave)
+        if factors is not None and len(tokens) == 1:
+            factors.compute()
+
+        def result(token: Expr, column: Expr, row: Expr) -> list[Expr]:
+            y = load_columns(products, token, column) + load_columns(products, token, column + WIDTH)
+            y = y if factors is None else [factors.scaled(token, v) for v in y]
+            biases = [] if bias is None else load_columns(bias, row) + load_columns(bias, row + WIDTH)
+            return [T.Bind(v + b) for v, b in zip(y, biases, strict=True)] if biases else y
+
+        return result
+
+    emit_added(arch, added, Y, plan.waves, place, compute)
 
 
 @builder
@@ -253,7 +267,7 @@ def emit_linear(
             barrier()
         if blocks:
             own = arch, splits[0].plan, args, tokens, factors, (workgroup, lane, wave)
-            _emit_added(*own, added) if added else _emit_prepared(*own)
+            _emit_added_linear(*own, added) if added else _emit_prepared(*own)
             splits = []
         first = 0
         for segment, split in zip(args.segments, splits, strict=not blocks):

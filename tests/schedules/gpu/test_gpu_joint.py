@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from samples import sample
 from spirv_emulation import execute
-from workloads import linear_op
+from workloads import linear_op, operator
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.runtime.exchange_layout import CONTROL, DONE, EMPTY, FAILED, GROUPS, RANK, row
@@ -26,20 +26,37 @@ from tests.schedules.gpu.test_gpu_gemv import TOLERANCE, activations, check_no_s
 N, K = 96, 256
 
 
-class Case:
-    """A product of q4_0 with bias, and its sum over GPUs; what a rank finds in memory in round `number`."""
+def linear(fmt: str, m: int):
+    """(operator, exact result, arrays) of a linear with a bias."""
+    kind = FORMATS[fmt].kind
+    (x, acts), (w, planes) = activations(K, kind, m), weights(fmt, N, K, 1, "W0_")
+    y = x @ w.T
+    bias = (np.abs(y).max() * np.random.default_rng(1).standard_normal(N)).astype(np.float32)
+    op = linear_op([(fmt, N)], K, m, "rows" if kind == "int8" else "", (True,))
+    return op, y + bias, acts | planes | {"bias0": bias}
 
-    def __init__(self, m=1, parts=2, rank=1, number=2, norm="rows", fmt="q4_0", peers=False):
-        self.m, self.rank, self.number, self.fmt, self.peers = m, rank, number, fmt, peers
-        kind, rng = FORMATS[fmt].kind, np.random.default_rng(parts)
-        self.product = linear_op([(fmt, N)], K, m, "rows" if kind == "int8" else "", (True,))
+
+def experts(fmt: str, used: int):
+    """The same of the down projections of a token's experts."""
+    count, rng = 9, np.random.default_rng(1)
+    (x, acts), (w, planes) = activations(K, "int8", used), weights(fmt, count * N, K, 1, "W_")
+    ids, scales = rng.permutation(count)[:used], rng.random(used).astype(np.float32)
+    y = sum(scale * (w.reshape(count, N, K)[i] @ row) for i, scale, row in zip(ids, scales, x, strict=True))
+    args = {"fmt": fmt, "n": N, "k": K, "experts": count, "used": used, "tile": 1, "bias": False, "layout": "rows"}
+    op = operator("expert_down", args | {"weighted": True, "residual": False})
+    return op, y[None], acts | planes | {"Groups": ids[None].astype(np.int32), "Weights": scales[None]}
+
+
+class Case:
+    """A product with bias, or that of experts, and its sum over GPUs; what a rank finds in memory in round `number`."""
+
+    def __init__(self, m=1, parts=2, rank=1, number=2, norm="rows", fmt="q4_0", peers=False, used=0):
+        self.m, self.rank, self.number, self.peers = m, rank, number, peers
+        rng = np.random.default_rng(parts)
         self.total = AllReduce(m=m, n=N, parts=parts, residual=True, norm_out=norm)
-        x, acts = activations(K, kind, m)
-        w, planes = weights(fmt, N, K, 1, "W0_")
-        self.exact = x @ w.T
+        self.product, self.exact, arrays = experts(fmt, used) if used else linear(fmt, m)
         scale = np.abs(self.exact).max()
-        bias, before = ((scale * rng.standard_normal(shape)).astype(np.float32) for shape in (N, (m, N)))
-        self.exact = self.exact + bias
+        before = (scale * rng.standard_normal((m, N))).astype(np.float32)
         self.others = (scale * rng.standard_normal((parts, m, N))).astype(np.float16)
         # words of a workgroup's block, of all tokens, are side by side
         words = self.others.view(np.int64).reshape(parts, m, N // 32, 8).swapaxes(1, 2).reshape(parts, -1)
@@ -53,8 +70,12 @@ class Case:
         control[[DONE, RANK]] = (number - 1) * GROUPS, rank
         names = ("Y", "P", *(("An", "Sn", "NewSquares") if norm else ()))
         results = {name: np.zeros(*of) for name, of in zip(names, self.total.results(), strict=True)}
-        self.arrays = {"state": np.array([m, m, 0, 0], np.int32), **acts, **planes, "bias0": bias}
-        self.arrays |= {"Y0": np.full((m, N), np.nan, np.float32), "R": before}
+        self.arrays = {
+            "state": np.array([m, m, 0, 0], np.int32),
+            "R": before,
+            "Y0": np.full((m, N), np.nan, np.float32),
+        }
+        self.arrays |= arrays
         self.arrays |= ({"NG": rng.standard_normal(N).astype(np.float32)} if norm else {}) | results
         self.arrays |= {"Inbox": self.inbox} | {f"Outbox{i}": box for i, box in enumerate(boxes)} | {"Control": control}
 
@@ -96,8 +117,17 @@ def emulated(case, arch, wave_order=3, **options):
 
 
 CASES = sample(
-    [{}, {"m": 2, "parts": 3, "number": 7}, {"m": 8, "rank": 0}, {"norm": "", "fmt": "f16"}, {"parts": 8, "rank": 5}],
-    [{}, {"m": 2, "parts": 3, "number": 7}],
+    [
+        {},
+        {"m": 2, "parts": 3, "number": 7},
+        {"m": 8, "rank": 0},
+        {"norm": "", "fmt": "f16"},
+        {"parts": 8, "rank": 5},
+        {"used": 8, "fmt": "q4_k"},
+        {"used": 3},
+        {"used": 6, "fmt": "q8_0", "parts": 3},
+    ],
+    [{}, {"m": 2, "parts": 3, "number": 7}, {"used": 8, "fmt": "q4_k"}],
 )
 
 
