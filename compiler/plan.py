@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import tvm
 from tvm import relax
@@ -66,8 +66,8 @@ def lower(mod: tvm.IRModule, joins: Joins) -> tvm.IRModule:
 
 def _apart(func: relax.Function, joins: Joins) -> relax.Function:
     """The results of two kernels that may be one launch share no memory with its inputs: both are allocated before."""
-    found = []
-    for binding in (one for block in func.body.blocks for one in block.bindings):
+    found, body = [], cast(relax.SeqExpr, func.body)
+    for binding in (one for block in body.blocks for one in block.bindings):
         name = _kernel(binding.value)
         before = next((i for i in reversed(range(len(found))) if _kernel(found[i].value)), None) if name else None
         if before is not None and joins(_kernel(found[before].value), name):
@@ -75,14 +75,14 @@ def _apart(func: relax.Function, joins: Joins) -> relax.Function:
             allocated = [one for one in between if _is_allocation(one.value)]
             found[before:] = allocated + [one for one in between if not _is_allocation(one.value)]
         found.append(binding)
-    body = relax.SeqExpr([relax.BindingBlock(found)], func.body.body)
-    return relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
+    joined = relax.SeqExpr([relax.BindingBlock(found)], body.body)
+    return relax.Function(func.params, joined, func.ret_ty, func.is_pure, func.attrs)
 
 
 def _kernel(value) -> str:
     """The name of the kernel that is called, or ""."""
-    called = isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.GlobalVar)
-    return value.op.name_hint if called else ""
+    op = value.op if isinstance(value, relax.Call) else None
+    return op.name_hint if isinstance(op, tvm.ir.GlobalVar) else ""
 
 
 def _is_allocation(value) -> bool:

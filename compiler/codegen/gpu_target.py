@@ -276,7 +276,8 @@ class GpuTarget(Target):
                 for name, op in exchanges.operators.items()
             }
             for name, pair in pairs.items():
-                product, total = (self.workloads[one] for one in pair)
+                workloads: Any = self.workloads
+                product, total = (workloads[one] for one in pair)
                 plan, _ = self.plan(planned(product), arch)
                 own[name] = joint_kernel(product, total, exchanges.capacity, arch, name, self.peers, plan)
             kernels = {name: self.kernel(name, arch) for name in names} | own

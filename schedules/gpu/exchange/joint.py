@@ -15,19 +15,22 @@ from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.step import FEW, kernel
 from mlc_amd.schedules.gpu.exchange.exchange import POLLS, Sum, pause_of
-from mlc_amd.schedules.gpu.linear import gemv, gemv_down
+from mlc_amd.schedules.gpu.linear import gemv, gemv_down, norm_place
 from mlc_amd.schedules.operators import AllReduce, ExpertDown, Linear, Operator
 
 
 def can_join(product: Operator | None, total: AllReduce, arch: Device) -> bool:
-    """Whether there is a kernel that computes a product and the sum of it over all GPUs."""
+    """Whether there is a kernel that computes a product and the sum of it over all GPUs, and takes no longer than two
+    launches: workgroups with whole blocks of rows may be too few for all compute units."""
     if total.half or total.norm_out not in ("", "rows") or total.n % BLOCK:
         return False
     if isinstance(product, ExpertDown):  # workgroups of rows that are not live would send nothing
         return product.m == product.tile == 1 and not product.residual
     if not isinstance(product, Linear) or not product.plain or product.norm_out or product.eps is not None:
         return False
-    return product.segments[0][1] == total.n and product.m <= FEW and gemv.suits(product, arch)
+    if product.segments[0][1] != total.n or product.m > FEW or not gemv.suits(product, arch):
+        return False
+    return not arch.launch_us or norm_place.blocks_us(product, "rows", arch) <= arch.launch_us
 
 
 def planned(product: Linear | ExpertDown) -> Operator:

@@ -3,6 +3,7 @@ coming in any order, against the kernels of the product and of the exchange."""
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -178,3 +179,12 @@ def test_an_absent_gpu_is_an_error():
     case.arrays["Control"][FAILED] = 1
     execute(case.kernel(arch, polls=20), case.arrays, arch)
     assert (case.arrays["Outbox0"] == EMPTY).all() and (case.arrays["Y"] == 0).all()
+
+
+def test_what_is_joint():
+    """Half of the down projection of Llama 3 8B and 70B: 128 blocks of 8 bits are too few for 304 compute units."""
+    arch = resolve("gfx942"), resolve("gfx1100"), profiles.resolve("nvidia"), profiles.resolve("lavapipe")
+    for fmt, n, k, expected in (("q8_0", 4096, 7168, [False, True, True, True]), ("q4_0", 8192, 14336, [True] * 4)):
+        down, total = linear_op([(fmt, n)], k, 1, "rows"), AllReduce(m=1, n=n, parts=2, residual=True)
+        assert [can_join(down, total, one) for one in arch] == expected
+        assert not can_join(down, replace(total, half=True), arch[1])
