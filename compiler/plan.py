@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import tvm
 from tvm import relax
@@ -66,7 +66,8 @@ def lower(mod: tvm.IRModule, joins: Joins) -> tvm.IRModule:
 
 def _apart(func: relax.Function, joins: Joins) -> relax.Function:
     """The results of two kernels that may be one launch share no memory with its inputs: both are allocated before."""
-    found, body = [], cast(relax.SeqExpr, func.body)
+    body: Any = func.body
+    found: list[Any] = []
     for binding in (one for block in body.blocks for one in block.bindings):
         name = _kernel(binding.value)
         before = next((i for i in reversed(range(len(found))) if _kernel(found[i].value)), None) if name else None
