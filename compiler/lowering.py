@@ -54,7 +54,7 @@ def lower(model, target: Target, ctx: int | None = None) -> Lowered:
     tensors = {source.name: [spec.name for spec in source.planes] for source in weights}
     outputs = {spec.name: spec.outputs(model.config) for spec in functions}
     outputs |= {spec.name: (("io", ENCODED),) for spec in images}
-    plan = make_plan(module, parameters, tensors, outputs)
+    plan = make_plan(module, parameters, tensors, outputs, target.joins)
     vision = described(model.vision, model.config.hidden, images, parameters) if images else None
     return Lowered(model, target, ctx, functions, module, kept, weights, plan, images, vision)
 

@@ -104,7 +104,7 @@ def compile_model(
             lowered = lower(model, target, options.ctx)
         progress("import", 1, 1)
         clock.lap("import")
-        compiled = target.compile_kernels(lowered.module, directory, progress, workers)
+        compiled = target.compile_kernels(lowered.module, directory, progress, workers, lowered.plan.joint)
         clock.lap("kernels")
         known = _write_weights(lowered, directory, progress, weights, store)
         model.check_unchanged()

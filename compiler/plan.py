@@ -14,7 +14,7 @@ share the front of the arena. Those that encode images have a part after it: ste
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from mlc_amd.compiler import nodes
 from mlc_amd.runtime.artifact.io_names import OUTPUTS
 from mlc_amd.runtime.artifact.manifest import ManifestLaunch, is_encoder
 from mlc_amd.runtime.errors import UserError
@@ -30,6 +31,8 @@ Outputs = tuple[tuple[str, str], ...]
 # Operations of an encoder's piece for each byte that a step of one token reads: GPUs compute 16 to 60 of float16 in the
 # time of one. LEAST: of these bytes, for a submission takes time, too.
 PACE, LEAST = 32.0, 1 << 30
+# whether there is a kernel that is a kernel and the exchange after it: by their names
+Joins = Callable[[str, str], bool]
 ALIGN = 64  # bytes, of every tensor in the arena: what vector loads and TVM's argument checks want
 
 
@@ -37,6 +40,7 @@ ALIGN = 64  # bytes, of every tensor in the arena: what vector loads and TVM's a
 class LaunchPlan:
     functions: dict[str, list[ManifestLaunch]]  # launches by function
     arena_bytes: int
+    joint: list[tuple[str, str]]  # kernels of which one launch may be instead of two (`Joins`)
 
     def calls(self) -> dict[str, dict[str, int]]:
         """The number of calls of each kernel, by function."""
@@ -47,16 +51,45 @@ class LaunchPlan:
         return {kernel: dict(counts) for kernel, counts in found.items()}
 
 
-def lower(mod: tvm.IRModule) -> tvm.IRModule:
+def lower(mod: tvm.IRModule, joins: Joins) -> tvm.IRModule:
     """Explicit allocations, one binding per kernel call."""
     passes = [
         relax.transform.DeadCodeElimination(),
         relax.transform.ToNonDataflow(),
         relax.transform.RemovePurityChecking(),
         relax.transform.CallTIRRewrite(),
-        relax.transform.StaticPlanBlockMemory(),
     ]
-    return tvm.transform.Sequential(passes)(mod)
+    mod = tvm.transform.Sequential(passes)(mod)
+    for gv, func in nodes.functions(mod).items():
+        if isinstance(func, relax.Function):
+            mod.update_func(gv, _apart(func, joins))
+    return relax.transform.StaticPlanBlockMemory()(mod)
+
+
+def _apart(func: relax.Function, joins: Joins) -> relax.Function:
+    """The results of two kernels that may be one launch share no memory with its inputs: both are allocated before."""
+    body: Any = func.body
+    found: list[Any] = []
+    for binding in (one for block in body.blocks for one in block.bindings):
+        name = _kernel(binding.value)
+        before = next((i for i in reversed(range(len(found))) if _kernel(found[i].value)), None) if name else None
+        if before is not None and joins(_kernel(found[before].value), name):
+            between = found[before:]
+            allocated = [one for one in between if _is_allocation(one.value)]
+            found[before:] = allocated + [one for one in between if not _is_allocation(one.value)]
+        found.append(binding)
+    joined = relax.SeqExpr([relax.BindingBlock(found)], body.body)
+    return relax.Function(func.params, joined, func.ret_ty, func.is_pure, func.attrs)
+
+
+def _kernel(value) -> str:
+    """The name of the kernel that is called, or ""."""
+    op = value.op if isinstance(value, relax.Call) else None
+    return op.name_hint if isinstance(op, tvm.ir.GlobalVar) else ""
+
+
+def _is_allocation(value) -> bool:
+    return isinstance(value, relax.Call) and getattr(value.op, "name", "") == "relax.builtin.alloc_tensor"
 
 
 def make_plan(
@@ -64,12 +97,13 @@ def make_plan(
     parameters: dict[str, list],
     tensors: dict[str, list[str]],
     outputs: Mapping[str, Outputs] | None = None,
+    joins: Joins = lambda product, total: False,
 ) -> LaunchPlan:
     """`parameters`: (kind, name) of each parameter, by function; `tensors`: names in the weights file by weight, one
     for each plane; `outputs`: (kind, name) of the returned tensors by function, by default those of the first OUTPUTS.
     UserError for an operator without a kernel, ValueError for a constant tensor, and for a returned one that no kernel
     wrote."""
-    mod = lower(mod)
+    mod = lower(mod, joins)
     usual = tuple(("io", name) for name in OUTPUTS)
     functions, end = dict[str, list[ManifestLaunch]](), 0
     for names in ([n for n in parameters if not is_encoder(n)], [n for n in parameters if is_encoder(n)]):
@@ -78,7 +112,11 @@ def make_plan(
         }
         functions |= {name: walker.launches for name, walker in walkers.items()}
         end = max((walker.arena for walker in walkers.values()), default=end)
-    return LaunchPlan(functions, end)
+    pairs = (pair for launches in functions.values() for pair in pairwise(launches))
+    joint = [
+        (a["kernel"], b["kernel"]) for a, b in pairs if joins(a["kernel"], b["kernel"]) and b["args"][1] in a["args"]
+    ]
+    return LaunchPlan(functions, end, sorted(set(joint)))
 
 
 def pieces(

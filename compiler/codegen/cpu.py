@@ -83,7 +83,7 @@ class CpuTarget(Target):
 
     # ---- compilation
 
-    def compile_kernels(self, mod: tvm.IRModule, directory: Path, progress, workers: Workers) -> dict:
+    def compile_kernels(self, mod: tvm.IRModule, directory: Path, progress, workers: Workers, joint=()) -> dict:
         """One shared library: {"libraries": {arch: file}, "launches": {}}."""
         kernels = {gv.name_hint: func for gv, func in functions(mod).items() if isinstance(func, tvm.tirx.PrimFunc)}
         done = []

@@ -25,7 +25,7 @@ from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig
 from mlc_amd.runtime.artifact.manifest import ManifestTarget
 from mlc_amd.runtime.cache.kv_types import KV_TYPE
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.exchange_layout import EXCHANGING, LINE, PROBE, RELAY
+from mlc_amd.runtime.exchange_layout import EXCHANGING, LINE, PROBE, RELAY, joint_name
 from mlc_amd.schedules.decode import float_weight
 from mlc_amd.schedules.formats import Format, lookup
 from mlc_amd.schedules.gpu import registry
@@ -35,6 +35,8 @@ from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, planes
 from mlc_amd.schedules.gpu.base.quantize import TOKENS, WIDTH
 from mlc_amd.schedules.gpu.base.step import FEW
 from mlc_amd.schedules.gpu.exchange.exchange import exchange
+from mlc_amd.schedules.gpu.exchange.joint import can_join, planned
+from mlc_amd.schedules.gpu.exchange.joint import joint as joint_kernel
 from mlc_amd.schedules.gpu.experts.route import scratch_shapes as route_scratch
 from mlc_amd.schedules.gpu.linear import norm_place
 from mlc_amd.schedules.operators import AllGather, AllReduce, GateUp, HeadLinear, Linear, NormPlace
@@ -249,7 +251,13 @@ class GpuTarget(Target):
         for i, future in enumerate(futures):
             yield here[i] if future is None or i in here else kernel_workers.result(future)
 
-    def compile_kernels(self, mod: tvm.IRModule, directory: Path, progress, workers: Workers) -> dict:
+    def joins(self, product: str, total: str) -> bool:
+        one, other = self.workloads.get(product), self.workloads.get(total)
+        return isinstance(other, AllReduce) and all(can_join(one, other, arch) for arch in self.archs)
+
+    def compile_kernels(
+        self, mod: tvm.IRModule, directory: Path, progress, workers: Workers, joint: Sequence[tuple[str, str]] = ()
+    ) -> dict:
         """{"libraries": {arch: file}, "launches": {arch: launches}}, as of `compile_arch`; "exchange", as in the
         manifest, of a model for several GPUs."""
         names = sorted(gv.name_hint for gv, func in nodes.functions(mod).items() if isinstance(func, tvm.tirx.PrimFunc))
@@ -261,17 +269,24 @@ class GpuTarget(Target):
             progress("kernels", len(steps), (len(names) + 1) * len(self.archs))
 
         exchanges = self._exchanges(names)
+        pairs = {joint_name(*pair): pair for pair in joint if pair[1] in exchanges.operators}
         for arch in self.archs:
             own = self.own_kernels(arch) | {
                 EXCHANGING + name: exchange(op, exchanges.capacity, arch, EXCHANGING + name, self.peers)
                 for name, op in exchanges.operators.items()
             }
+            for name, pair in pairs.items():
+                workloads: Any = self.workloads
+                product, total = (workloads[one] for one in pair)
+                plan, _ = self.plan(planned(product), arch)
+                own[name] = joint_kernel(product, total, exchanges.capacity, arch, name, self.peers, plan)
             kernels = {name: self.kernel(name, arch) for name in names} | own
             libraries[arch.name], launches[arch.name] = self.compile_arch(arch, kernels, directory, step, workers)
             step("")
         made = {"libraries": libraries, "launches": launches}
         if exchanges.operators:
             words = {EXCHANGING + name: op.words for name, op in exchanges.operators.items()}
+            words |= {name: exchanges.operators[total].words for name, (_, total) in pairs.items()}
             made["exchange"] = {"capacity": exchanges.capacity, "words": words}
             if not self.peers:
                 (directory / RELAY).write_bytes(relay_code())

@@ -6,7 +6,8 @@
 ; wait for one another. Returns the rounds that were asked for and are not done. job: int64[10 + 9 * outboxes]:
 ;   0 address of int64: rounds asked for, 1 rounds done, 2 the next line, 3 the next outbox: where it is
 ;   4 outboxes, 5 patience, 6 bytes of a slot
-;   7 address of int64[4096]: lines of a round, 8 and 9: this job copies part (8) out of (9) of them
+;   7 address of int64[4096]: lines of a round, 8 and 9: this job copies line (8) and each (9)th after it: in rounds of
+;     any size the same ones, as a job may begin the next round but one while others are still copying lines of this one
 ;   then for each outbox: 0 address, 1 inboxes, 2.. their addresses
 ; The first round uses the second slot, the next one the first.
 
@@ -33,7 +34,8 @@ entry:
   %ring = load ptr, ptr %ring.at
   %part = load i64, ptr %part.at
   %parts = load i64, ptr %parts.at
-  %part.next = add i64 %part, 1
+  %rest = sub i64 %parts, 1
+  %before = sub i64 %rest, %part
   br label %round
 
 round:
@@ -59,11 +61,8 @@ round.begin:
   %entry.number = and i64 %done, 4095
   %all.at = getelementptr i64, ptr %ring, i64 %entry.number
   %all.lines = load volatile i64, ptr %all.at
-  %from.product = mul i64 %all.lines, %part
-  %from.line = udiv i64 %from.product, %parts
-  %to.product = mul i64 %all.lines, %part.next
-  %to.line = udiv i64 %to.product, %parts
-  %lines = sub i64 %to.line, %from.line
+  %rounded = add i64 %all.lines, %before
+  %lines = udiv i64 %rounded, %parts
   %parity = and i64 %number, 1
   %offset = mul i64 %parity, %slot
   %some = icmp slt i64 %line.begin, %lines
@@ -72,7 +71,8 @@ round.begin:
 line:
   %l = phi i64 [ %line.begin, %round.begin ], [ %l.next, %line.done ]
   %outbox.here = phi i64 [ %outbox.begin, %round.begin ], [ 0, %line.done ]
-  %own = add i64 %from.line, %l
+  %turn = mul i64 %l, %parts
+  %own = add i64 %turn, %part
   %place = shl i64 %own, 6
   br label %outbox
 

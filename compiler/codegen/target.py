@@ -162,6 +162,10 @@ class Target(ABC):
         exchange that adds it up, if it is one; readers: all that reads it (compiler/passes/fuse_norms.py)."""
         return "launch"
 
+    def joins(self, product: str, total: str) -> bool:
+        """Whether there is a kernel that computes one of that name, and exchanges its result as one of the other."""
+        return False
+
     def attention_workspace(self, attention: AttentionConfig, ctx: int, single: int) -> TensorTypes:
         """Further tensors that attention of that kind takes for up to `single` single rows, and that live as long as
         the cache: name to (shape, dtype). Zero at the start."""
@@ -188,9 +192,11 @@ class Target(ABC):
         """The manifest's `target`."""
 
     @abstractmethod
-    def compile_kernels(self, mod: tvm.IRModule, directory: Path, progress, workers: Workers) -> dict:
+    def compile_kernels(
+        self, mod: tvm.IRModule, directory: Path, progress, workers: Workers, joint: Sequence[tuple[str, str]] = ()
+    ) -> dict:
         """Builds the module's kernels into `directory`; returns what the device needs to find them, as manifest
-        entries."""
+        entries. joint: pairs of kernels that become one launch, too (`joins`)."""
 
     @abstractmethod
     def compile_arch(

@@ -28,7 +28,7 @@ from mlc_amd.runtime.artifact.ranks import segments
 from mlc_amd.runtime.artifact.weight_block import ALIGN, DTYPES, PAD, byte_count
 from mlc_amd.runtime.cache.pages import PAGE, STATE
 from mlc_amd.runtime.errors import shorten
-from mlc_amd.runtime.exchange_layout import EXCHANGING, PROBE
+from mlc_amd.runtime.exchange_layout import PROBE, joint_params, kernels_in
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _Tensor = tuple[str, tuple[int, ...]]  # dtype, shape
@@ -211,11 +211,12 @@ def _check_launched(
     boxes = len(boxes_of(manifest))
     for name, kernel in launched.items():
         key = f"launches[{shorten(arch)}][{shorten(name)}]"
-        plain = name.removeprefix(EXCHANGING)
-        _require(plain in kernels or name in _OWN, key, "there is no such kernel")
-        count = len(kernels[plain]["params"]) if plain in kernels else _OWN[name]
-        count += boxes * (name != plain)
-        _require(plain in kernels or len(kernel["steps"]) == 1, key, "it must be one launch")
+        plain = kernels_in(name)
+        known = all(one in kernels for one in plain)
+        _require(known or name in _OWN, key, "there is no such kernel")
+        count = len(joint_params([kernels[one]["params"] for one in plain])) if known else _OWN[name]
+        count += boxes * (plain != [name])
+        _require(known or len(kernel["steps"]) == 1, key, "it must be one launch")
         buffers = count + len(kernel["scratch"])
         for i, step in enumerate(kernel["steps"]):
             at, args = f"{key}.steps[{i}]", len(step["args"])

@@ -4,13 +4,13 @@ its own weights and the same launches.
 In: an artifact. Out: for each GPU a `PartArtifact`, whose manifest has each function cut into segments before the
 launches that need what other GPUs computed: "decode", "decode.1" and so on. What a segment "sends", of all GPUs in
 their order, the next one "receives": bytes of the arena, as of the stages of stages.py. Where kernels exchange parts
-while they run, they are launched instead, and nothing is cut.
+while they run, they are launched instead, perhaps together with the launch before, and nothing is cut.
 
 A function of a chunk that was cut is there twice: "prefill_512@" has inputs and an arena of its own, so that one chunk
 may compute while rows of another one cross (runtime/devices/tensor.py).
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import cast
 
@@ -27,7 +27,7 @@ from mlc_amd.runtime.artifact.manifest import (
 )
 from mlc_amd.runtime.artifact.parts import PartArtifact
 from mlc_amd.runtime.artifact.weight_block import byte_count
-from mlc_amd.runtime.exchange_layout import EXCHANGING
+from mlc_amd.runtime.exchange_layout import EXCHANGING, joint_name, joint_params, kernels_in
 
 EXCHANGES = ("all_reduce", "all_gather")  # operators that take what all GPUs computed
 SENT, RECEIVED = "X", "P"  # parameters of these: what the GPU computed, and the parts of all
@@ -83,7 +83,7 @@ def _part(cutter: "_Cutter", tensors: Mapping[str, str], sizes: Mapping[str, int
         "arena_bytes": arena * (2 if beside else 1),
         "tensors": {name: drawn[stored] for name, stored in tensors.items() if stored in drawn},
         "launches": {arch: {k: of for k, of in found.items() if cutter.uses(k)} for arch, found in launches.items()},
-        "kernels": [*manifest["kernels"], *map(_exchanging, filter(_is_exchange, manifest["kernels"]))],
+        "kernels": [*manifest["kernels"], *cutter.exchanging()],
         "weight_bytes": (count := sum(sizes[stored] for stored in tensors.values())),
         "part_bytes": count,
         "inline": cutter.inline,
@@ -116,11 +116,11 @@ def _is_exchange(kernel: ManifestKernel) -> bool:
     return kernel["operator"] in EXCHANGES
 
 
-def _exchanging(kernel: ManifestKernel) -> ManifestKernel:
-    """The entry of a kernel that exchanges parts while it runs: its workgroups stay together, as those of kernels with
-    memory that is zero before and after."""
+def _exchanging(name: str, kernels: Sequence[ManifestKernel]) -> ManifestKernel:
+    """The entry of a kernel that exchanges parts while it runs, instead of these: its workgroups stay together, as
+    those of kernels with memory that is zero before and after."""
     box: ManifestParam = {"name": "Inbox", "role": "zero", "dtype": "int64", "shape": [1]}
-    return {**kernel, "name": EXCHANGING + kernel["name"], "params": [*kernel["params"], box]}
+    return {**kernels[0], "name": name, "params": [*joint_params([one["params"] for one in kernels]), box]}
 
 
 class _Cutter:
@@ -129,27 +129,45 @@ class _Cutter:
     def __init__(self, manifest: Manifest, rank: int, inline: bool):
         self.manifest, self.inline, self._rank = manifest, inline, rank
         self._words = manifest["exchange"]["words"] if inline and "exchange" in manifest else {}
-        kernels = manifest["kernels"]
-        self._params = {kernel["name"]: [param["name"] for param in kernel["params"]] for kernel in kernels}
-        self._exchanges = {kernel["name"] for kernel in filter(_is_exchange, kernels)}
+        self._kernels = {kernel["name"]: kernel for kernel in manifest["kernels"]}
+        self._exchanges = {name for name, kernel in self._kernels.items() if _is_exchange(kernel)}
 
     def uses(self, kernel: str) -> bool:
-        """Whether launches of a part have that kernel: of two for an exchange one."""
-        plain = kernel.removeprefix(EXCHANGING)
-        return plain not in self._exchanges or (EXCHANGING + plain in self._words) == (kernel != plain)
+        """Whether launches of a part may have that kernel: of two for an exchange one."""
+        if kernel.startswith(EXCHANGING):
+            return kernel in self._words
+        return EXCHANGING + kernel not in self._words
+
+    def exchanging(self) -> Iterator[ManifestKernel]:
+        """The entries of kernels that exchange parts while they run."""
+        for name in self._words:
+            if all(one in self._kernels for one in kernels_in(name)):
+                yield _exchanging(name, [self._kernels[one] for one in kernels_in(name)])
+
+    def _joined(self, launches: Sequence[ManifestLaunch]) -> Iterator[ManifestLaunch]:
+        """The launches, of which some become one with the next."""
+        left = [*launches]
+        while left:
+            launch = left.pop(0)
+            if left and (name := joint_name(launch["kernel"], left[0]["kernel"])) in self._words:
+                yield ManifestLaunch(kernel=name, args=joint_params([launch["args"], left.pop(0)["args"]]))
+            else:
+                yield launch
 
     def segments(self, function: ManifestFunction) -> Iterator[ManifestFunction]:
         launches: list[ManifestLaunch] = []
         received: dict[str, list] = {"receives": []}
         rounds: list[list[int]] = []
-        for launch in function["launches"]:
+        for launch in self._joined(function["launches"]):
             kernel = launch["kernel"]
-            if (words := self._words.get(EXCHANGING + kernel)) is not None:
-                boxes: list[LaunchArgument] = [["box", name] for name in boxes_of(self.manifest)]
-                launch = ManifestLaunch(kernel=EXCHANGING + kernel, args=[*launch["args"], *boxes])
+            name = kernel if kernel in self._words else EXCHANGING + kernel
+            if (words := self._words.get(name)) is not None:
+                boxes: list[LaunchArgument] = [["box", box] for box in boxes_of(self.manifest)]
+                launch = ManifestLaunch(kernel=name, args=[*launch["args"], *boxes])
                 rounds.append([1, words])
             elif kernel in self._exchanges:
-                args = dict(zip(self._params[kernel], launch["args"], strict=True))
+                names = [param["name"] for param in self._kernels[kernel]["params"]]
+                args = dict(zip(names, launch["args"], strict=True))
                 (first, end), (parts, last) = _bytes(args[SENT]), _bytes(args[RECEIVED])
                 count = end - first
                 cut = {"sends": [[first, end]], "sends_at": [self._rank * count]}

@@ -26,7 +26,7 @@ from mlc_amd.runtime.devices.exchange.unsuitable import Unsuitable
 from mlc_amd.runtime.devices.handover import PARTS, Handover, size
 from mlc_amd.runtime.devices.several import PAUSE, Opener, SeveralGpus
 from mlc_amd.runtime.errors import MachineError
-from mlc_amd.runtime.exchange_layout import EXCHANGING
+from mlc_amd.runtime.exchange_layout import kernels_in
 
 Result = TypeVar("Result")
 
@@ -154,9 +154,10 @@ class TensorDevice(SeveralGpus):
         self._on_last(function, lambda device, name, meanwhile: device.run_plain(name, meanwhile))
 
     def time(self, function: str) -> list[tuple[str, float, float]]:
-        """Of one of the GPUs. See the protocol. UserError where it cannot."""
+        """Of one of the GPUs, exchanges of joint kernels with the product. See the protocol. UserError where it
+        cannot."""
         found = self._on_last(function, lambda device, name, meanwhile: device.time(name, meanwhile))
-        return [(kernel.removeprefix(EXCHANGING), *times) for part in found for kernel, *times in part]
+        return [(kernels_in(kernel)[0], *times) for part in found for kernel, *times in part]
 
     @property
     def waited(self) -> float:

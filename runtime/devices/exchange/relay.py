@@ -85,16 +85,11 @@ class Relay:
 
 
 class _Mover:
-    """One thread: part `way` out of `ways` of the lines of some outboxes (address, addresses of inboxes)."""
+    """One thread; share: the last arguments of `job`."""
 
-    def __init__(self, relay: Relay, outboxes: list[tuple[int, list[int]]], capacity: int, way: int, ways: int):
+    def __init__(self, relay: Relay, *share):
         self._relay, self.asleep, self.wake = relay, False, threading.Event()
-        self.job = np.zeros(HEADER + ENTRY * len(outboxes), np.int64)
-        self.job[[ASKED_AT, RING_AT, DONE]] = relay.asked.ctypes.data, relay.lines.ctypes.data, relay.asked[0]
-        self.job[[OUTBOXES, MOST_IDLE, SLOT, WAY, OF_WAYS]] = len(outboxes), PATIENCE, capacity * WORD, way, ways
-        for i, (source, targets) in enumerate(outboxes):
-            at = HEADER + ENTRY * i
-            self.job[at : at + 2 + len(targets)] = source, len(targets), *targets
+        self.job = job(relay.asked, relay.lines, *share)
         self.thread = threading.Thread(target=self._work, name="mlc-amd relay", daemon=True)
         self.thread.start()
 
@@ -111,6 +106,20 @@ class _Mover:
                 self.asleep = False
                 self.wake.clear()
                 since = time.monotonic()
+
+
+def job(
+    asked: np.ndarray, lines: np.ndarray, outboxes: Sequence[tuple[int, list[int]]], capacity: int, way: int, ways: int
+) -> np.ndarray:
+    """The code's argument: line `way` and each `ways`th after it of some outboxes (address, addresses of inboxes), from
+    the next round on that is asked for."""
+    made = np.zeros(HEADER + ENTRY * len(outboxes), np.int64)
+    made[[ASKED_AT, RING_AT, DONE]] = asked.ctypes.data, lines.ctypes.data, asked[0]
+    made[[OUTBOXES, MOST_IDLE, SLOT, WAY, OF_WAYS]] = len(outboxes), PATIENCE, capacity * WORD, way, ways
+    for i, (source, targets) in enumerate(outboxes):
+        at = HEADER + ENTRY * i
+        made[at : at + 2 + len(targets)] = source, len(targets), *targets
+    return made
 
 
 def _targets(sender: int, inboxes: Sequence[int], capacity: int) -> list[int]:

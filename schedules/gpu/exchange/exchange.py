@@ -1,5 +1,6 @@
 """`AllReduce` and `AllGather` by a kernel that exchanges the parts while it runs, on all GPUs at once, instead of one
-that gets them from the host between two segments of a step (parts.py).
+that gets them from the host between two segments of a step (parts.py). A kernel that computes a part may do it itself,
+of the rows that its workgroups have (linear/gemv.py): `Sum`.
 
 Each GPU sends its part to the others as words (words.py), rounded to float16 if it is to be added up, then waits for
 theirs and adds all parts to the residual in the order of ranks: all have the same bits. It may prepare the norm of the
@@ -10,7 +11,8 @@ The kernel counts rounds, since recorded launches cannot carry numbers. They alt
 outboxes: a GPU begins round n + 2 when it has all words of round n + 1, which the others sent when they had those of
 round n and had emptied their places, so nothing is overwritten that is still to be read. A workgroup waits for
 what the others' workgroups of its own number send before they wait, and these words come before those of workgroups
-with higher numbers: a GPU that starts them in order need not have room for all.
+with higher numbers: a GPU that starts them in order need not have room for all. Of the lowest number that any GPU has
+not finished, all GPUs have started the workgroup, or have finished it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,34 +38,129 @@ from mlc_amd.schedules.gpu.base.quantize import clamped
 from mlc_amd.schedules.gpu.base.registers import at, elements, filled, local, put, vector
 from mlc_amd.schedules.gpu.base.step import kernel, when
 from mlc_amd.schedules.gpu.exchange.words import Words, halves_of, word
-from mlc_amd.schedules.gpu.linear.deferred_norm import PreparedNorm
+from mlc_amd.schedules.gpu.linear.deferred_norm import Loaded, PreparedNorm
 from mlc_amd.schedules.operators.exchange import AllGather, AllReduce
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 QUAD = 4  # float32 of an access
 PAIR = 8  # float16 of a pair of words; half as many float32
+MOST_GROUPS = 64  # workgroups of a kernel that only exchanges
 POLLS = 1 << 22  # of a thread in a round before it gives up: a second by estimate; a driver took 0.3 for a submission
 
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    groups: int  # workgroups, a power of two up to GROUPS
+    groups: int  # workgroups, a power of two up to MOST_GROUPS
     threads: int  # of each
     # divisions between polls, so that POLLS take as long on CPUs that act as a GPU, and end loops after 65536 steps
     pause: int = 0
 
 
+def pause_of(arch: Device) -> int:
+    """That of a plan."""
+    return 200 if arch.family == "generic" else 0
+
+
 def default_plan(values: int, arch: Device) -> ExchangePlan:
     """Of so many values: many small workgroups, each has its own way to memory; on CPUs one."""
     if arch.family == "generic":
-        return ExchangePlan(1, min(arch.threads, 16), 200)
-    groups, pairs = GROUPS, values // PAIR
+        return ExchangePlan(1, min(arch.threads, 16), pause_of(arch))
+    groups, pairs = MOST_GROUPS, values // PAIR
     while groups > 1 and groups * arch.wave > pairs:
         groups //= 2
     threads = arch.wave
     while groups * threads < pairs and 2 * threads <= arch.threads:
         threads *= 2
     return ExchangePlan(groups, threads)
+
+
+class Round:
+    """A kernel's part in a round of the exchanges of `op`. Declares the boxes: the last parameters. capacity, peers,
+    polls: of `exchange`; pause: of its plan."""
+
+    def __init__(
+        self, op: AllReduce | AllGather, capacity: int, arch: Device, peers: bool, polls: int = POLLS, pause: int = 0
+    ):
+        if op.words % LINE or op.words > capacity:
+            raise ValueError(f"{op.m} x {op.n} values are no whole cache lines of words, or more than {capacity} words")
+        self.arch, self.capacity, self.sums = arch, capacity, isinstance(op, AllReduce)
+        self.others, self.polls, self.pause = op.parts - 1, polls, pause
+        outboxes = {f"Outbox{i}": (outbox_words(capacity),) for i in range(self.others if peers else 1)}
+        self.inbox, *self.outs = declared("int64", Inbox=(inbox_words(op.parts, capacity),), **outboxes)
+        (self.control,) = declared("int32", Control=(CONTROL,))
+
+    def begin(self, thread: Expr, threads: int) -> None:
+        """Before all else. thread: number of this one out of `threads` that exchange."""
+        self.box = Words(self.arch, thread, threads)
+        done = T.shift_right(T.Bind(self.control[DONE]), T.int32(GROUPS.bit_length() - 1))
+        self.slot = T.Bind((done + 1 & 1) * self.capacity)
+        self.late = filled(self.control[FAILED])
+        self.rank, self.alive = T.Bind(self.control[RANK]), T.Bind(self.late[0] == 0)
+
+    def send(self, pair: Expr, part: list[Expr], mine: Expr) -> None:
+        """Sends float32 values, those of a pair of words; mine: whether this thread is to exchange that pair."""
+        sent = _words(_sent(part, self.sums))
+        with when(mine):
+            for outbox in self.outs:
+                self.box.store(outbox, self.slot + pair * 2, *sent)
+
+    def received(self, pair: Expr, part: list[Expr]) -> list[list[Expr]]:
+        """What all ranks sent, in their order; part: what this one did. A thread has sent all its pairs before."""
+        places = [source * outbox_words(self.capacity) + self.slot + pair * 2 for source in range(self.others)]
+        got = _received(self.box, self.inbox, places, self.late, self.polls, self.pause)
+        own, theirs = _sent(part, self.sums), [_values(data, self.sums) for data in got]
+        return _in_order(_values(own, self.sums), theirs, self.rank)
+
+    def end(self, first: Expr, group: Expr, groups: int) -> None:
+        """After all else. group: number of the workgroup, of up to GROUPS; first: whether the thread is its first."""
+        with when(self.late[0] != 0):
+            T.buffer_store(self.control, T.int32(1), [FAILED])
+        begin, end = (T.truncdiv((group + i) * GROUPS, T.int32(groups)) for i in (0, 1))
+        share = end - begin if GROUPS % groups else T.int32(GROUPS // groups)
+        with when(first):
+            T.evaluate(T.call_intrin("int32", "tirx.atomic_add", T.address_of(self.control[DONE]), share))
+
+
+class Sum:
+    """An `AllReduce` by a kernel that exchanges: declares its parameters after X, and the boxes (`Round`, of which
+    `rest` are the other arguments)."""
+
+    def __init__(self, op: AllReduce, capacity: int, arch: Device, *rest):
+        self.n, shape = op.n, (op.m * op.n,)
+        (self.before,) = declared(R=shape if op.residual else None)
+        self.norm = PreparedNorm(op.m, op.n, op.norm_out) if op.norm_out else None
+        self.out, _ = declared(Y=shape, P=(op.parts * op.m * op.n,))
+        if self.norm:
+            self.norm.declare_outputs()
+        self.round = Round(op, capacity, arch, *rest)
+
+    def load(self, token: Expr, column: Expr) -> tuple[list[Expr], Loaded | None]:
+        """What `store` takes besides, before words are waited for."""
+        before = [] if self.before is None else _loaded(self.before, token * self.n + column, PAIR)
+        return before, self.norm.load(token, column, PAIR) if self.norm else None
+
+    def store(
+        self,
+        pair: Expr,
+        token: Expr,
+        column: Expr,
+        part: list[Expr],
+        loaded: tuple[list[Expr], Loaded | None],
+        mine: Expr,
+    ) -> None:
+        """Adds up a pair's columns `column`.. of a token; mine: as of `Round.send`, where the same `part` was sent."""
+        (before, of_norm), total = loaded, filled(T.float32(0), PAIR)
+        with when(mine):
+            ordered = self.round.received(pair, part)
+            result = _added([before, *ordered] if before else ordered)
+            for j in range(0, PAIR, QUAD):
+                T.buffer_store(self.out, vector(result[j : j + QUAD]), [at(token * self.n + column + j, QUAD)])
+            for j, value in enumerate(result if self.norm else []):
+                put(total, value, j)
+        if self.norm and of_norm:  # all lanes of a wave, which waited for words each by itself
+            wave_meets(self.round.arch)
+            found = vector([T.Bind(total[j]) for j in range(PAIR)])
+            self.norm.store(self.round.arch, token, column, found, of_norm, mine)
 
 
 def exchange(
@@ -77,71 +174,43 @@ def exchange(
     part of its inbox; else one for all.
     polls: as of POLLS; when a thread gives up, Y is not valid, Control[FAILED] is set, and later launches do nothing.
     ValueError unless words fill cache lines and fit."""
-    values, parts, words, sums = op.m * op.n, op.parts, op.words, isinstance(op, AllReduce)
-    if words % LINE or words > capacity:
-        raise ValueError(f"{op.m} x {op.n} values are no whole cache lines of words, or more than {capacity} words")
-    plan = plan or default_plan(4 * words, arch)
+    pairs, parts = op.words // 2, op.parts
+    plan = plan or default_plan(4 * op.words, arch)
+    count = -(-pairs // (plan.groups * plan.threads))
     with kernel(name) as ir:
+        rest, values = (capacity, arch, peers, polls, plan.pause), op.m * op.n
         declared("int32", state=(4,))
-        shape, whole = (values,), (parts * values,)
-        partial, before = declared(X=shape, R=shape if isinstance(op, AllReduce) and op.residual else None)
-        norm = PreparedNorm(op.m, op.n, op.norm_out) if isinstance(op, AllReduce) and op.norm_out else None
-        out, _ = declared(Y=shape if sums else whole, P=whole)
-        if norm:
-            norm.declare_outputs()
-        outboxes = {f"Outbox{i}": (outbox_words(capacity),) for i in range(parts - 1 if peers else 1)}
-        inbox, *outs = declared("int64", Inbox=(inbox_words(parts, capacity),), **outboxes)
-        (control,) = declared("int32", Control=(CONTROL,))
+        (partial,) = declared(X=(values,))
+        if isinstance(op, AllReduce):
+            added, width = Sum(op, *rest), PAIR
+            round = added.round
+        else:
+            added, width = None, QUAD
+            out, _ = declared(Y=(parts * values,), P=(parts * values,))
+            round = Round(op, *rest)
         with launch((plan.groups,), (plan.threads,)) as (group, thread):
-            box = Words(arch, thread, plan.threads)
-            done = T.shift_right(T.Bind(control[DONE]), T.int32(GROUPS.bit_length() - 1))
-            slot = T.Bind((done + 1 & 1) * capacity)
-            late = filled(control[FAILED])
-            rank, alive, last = T.Bind(control[RANK]), T.Bind(late[0] == 0), T.int32(words // 2 - 1)
-            count = -(-words // 2 // (plan.groups * plan.threads))
+            round.begin(thread, plan.threads)
 
             def steps() -> Iterator[tuple[Expr, Expr]]:
                 """(the number of a pair that exists; whether this thread is to exchange it)."""
                 with T.serial(count) as step:
-                    i = T.Bind((group * count + step) * plan.threads + thread)
-                    yield T.Bind(T.min(i, last)), T.Bind(alive & (i <= last))
+                    i, last = T.Bind((group * count + step) * plan.threads + thread), T.int32(pairs - 1)
+                    yield T.Bind(T.min(i, last)), T.Bind(round.alive & (i <= last))
 
             for i, mine in steps():
-                sent = _words(_sent(partial, i, sums))
-                with when(mine):
-                    for outbox in outs:
-                        box.store(outbox, slot + i * 2, *sent)
+                round.send(i, _loaded(partial, i * width, width), mine)
             barrier()  # all threads of the workgroup have sent all, and read the count
             for i, mine in steps():
-                own = _values(_sent(partial, i, sums), sums)  # loads before words are waited for
-                residual = [] if before is None else [_loaded(before, i * PAIR, PAIR)]
-                if norm:
-                    token, column = (T.Bind(f(i * PAIR, T.int32(op.n))) for f in (T.truncdiv, T.truncmod))
-                    loaded, total = norm.load(token, column, PAIR), filled(T.float32(0), PAIR)
+                own = _loaded(partial, i * width, width)
+                row, column = (T.Bind(f(i * width, T.int32(op.n))) for f in (T.truncdiv, T.truncmod))
+                if added:
+                    added.store(i, row, column, own, added.load(row, column), mine)
+                    continue
                 with when(mine):
-                    places = [source * outbox_words(capacity) + slot + i * 2 for source in range(parts - 1)]
-                    got = _received(box, inbox, places, late, polls, plan.pause)
-                    ordered = _in_order(own, [_values(data, sums) for data in got], rank)
-                    if sums:
-                        result = _added([*residual, *ordered])
-                        for j in range(0, PAIR, QUAD):
-                            T.buffer_store(out, vector(result[j : j + QUAD]), [at(i * PAIR + j, QUAD)])
-                        for j, value in enumerate(result if norm else []):
-                            put(total, value, j)
-                    else:
-                        row = T.Bind(T.truncdiv(i * QUAD, T.int32(op.n)))
-                        for place, theirs in enumerate(ordered):
-                            begin = (row * (parts - 1) + place) * op.n + i * QUAD  # of row * parts + place
-                            T.buffer_store(out, vector(theirs), [at(begin, QUAD)])
-                if norm:  # all lanes of a wave, which waited for words each by itself
-                    wave_meets(arch)
-                    found = vector([T.Bind(total[j]) for j in range(PAIR)])
-                    norm.store(arch, token, column, found, loaded, mine)
-            with when(late[0] != 0):
-                T.buffer_store(control, T.int32(1), [FAILED])
-            with when(thread == 0):
-                share = T.int32(GROUPS // plan.groups)
-                T.evaluate(T.call_intrin("int32", "tirx.atomic_add", T.address_of(control[DONE]), share))
+                    for place, theirs in enumerate(round.received(i, own)):
+                        begin = (row * parts + place) * op.n + column
+                        T.buffer_store(out, vector(theirs), [at(begin, QUAD)])
+            round.end(thread == 0, group, plan.groups)
     return ir.get()
 
 
@@ -156,11 +225,11 @@ def _loaded(buffer: Buffer, first: Expr, count: int) -> list[Expr]:
     return [x for j in range(0, count, QUAD) for x in elements(T.Bind(buffer[at(first + j, QUAD)]))]
 
 
-def _sent(partial: Buffer, i: Expr, sums: bool) -> list[Expr]:
-    """Pair i of the part as the halves of two words: two float16 each where they are added up, else a float32."""
+def _sent(part: list[Expr], sums: bool) -> list[Expr]:
+    """A pair of the part as the halves of two words: two float16 each where they are added up, else a float32."""
     if not sums:
-        return [T.Bind(T.reinterpret("int32", x)) for x in _loaded(partial, i * QUAD, QUAD)]
-    fit = [clamped(x) for x in _loaded(partial, i * PAIR, PAIR)]
+        return [T.Bind(T.reinterpret("int32", x)) for x in part]
+    fit = [clamped(x) for x in part]
     pairs = [T.cast(vector(fit[j : j + 2]), "float16x2") for j in range(0, PAIR, 2)]
     return [T.Bind(T.reinterpret("int32", pair)) for pair in pairs]
 

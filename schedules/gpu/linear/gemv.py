@@ -9,12 +9,6 @@ the activations' registers. Nothing goes through LDS but blocks of 32 results th
 `gate_up_swiglu`, and of a linear that prepares a norm. Memory bound: what matters is that enough 128-bit loads are in
 flight. So are a few tokens: weights are loaded and decoded once, then multiplied with each token's activations, which
 caches keep. All m tokens are computed, live or not.
-
-The second half of a mixture of experts is y = R + the sum over a token's slots of weight * (D h + bias), D being the
-down projection of the slot's expert. Each token has workgroups of its own: the experts of a few tokens are different
-ones, mostly. Workgroups of the same rows run side by side, so where experts are the same, their rows come from memory
-once. Slots side by side belong to different waves of a workgroup, whose sums meet in LDS and are added in the order of
-slots.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,19 +18,19 @@ from dataclasses import replace
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import Format
-from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.activations import gated
-from mlc_amd.schedules.gpu.base.device import barrier, fma, launch, uniform, wave_sum
-from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes, padded, plane_args
+from mlc_amd.schedules.gpu.base.device import barrier, launch, uniform
+from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes, padded
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import LANES, WIDTH, act_args, emit_store, load_columns
-from mlc_amd.schedules.gpu.base.registers import at, filled, lane_of, put
-from mlc_amd.schedules.gpu.base.step import FEW, builder, builds, if_live, is_live, when
-from mlc_amd.schedules.gpu.experts.experts import bias_args, check_rows, expert_at, ids_arg
+from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store, load_columns
+from mlc_amd.schedules.gpu.base.registers import at, lane_of, vector
+from mlc_amd.schedules.gpu.base.step import FEW, builder, if_live, is_live, when
+from mlc_amd.schedules.gpu.exchange.exchange import PAIR, Sum
+from mlc_amd.schedules.gpu.experts.experts import expert_at
 from mlc_amd.schedules.gpu.linear import gemv_plan, gemv_rows, load
 from mlc_amd.schedules.gpu.linear.deferred_norm import RowFactors, row_factors
 from mlc_amd.schedules.gpu.linear.gemm_dot import EXACT_TILES
-from mlc_amd.schedules.gpu.linear.gemv_plan import CHOICES, Plan, Split
+from mlc_amd.schedules.gpu.linear.gemv_plan import Plan, Split
 from mlc_amd.schedules.gpu.linear.gemv_rows import Strip, Tokens, emit_acts, emit_products, span_of
 from mlc_amd.schedules.gpu.linear.linear_args import (
     LinearBuffers,
@@ -46,15 +40,10 @@ from mlc_amd.schedules.gpu.linear.linear_args import (
     declare_linear,
 )
 from mlc_amd.schedules.operators import ExpertDown, ExpertGateUp, GateUp, HeadLinear, Linear
-from mlc_amd.schedules.space import Kernel, planned
-from mlc_amd.schedules.tir import Buffer, Expr, declared
+from mlc_amd.schedules.tir import Buffer, Expr
 
 VECTORS = ("rows", "")  # layouts of activations that it multiplies; others of few tokens are for matrix units
 SOME = 64  # tokens of float weights that do not fill the GPU as a GEMM
-
-# Of `expert_down`: workgroups for each compute unit, with fewer an H200 is slower; rows of a plan, where these are
-# enough; waves that compute different slots' parts of the same rows.
-DOWN_FULL, DOWN_ROWS, DOWN_WAVES = 2, 2, 8
 
 plans = gemv_plan.plans
 
@@ -142,21 +131,24 @@ def _emit_block(
     return products
 
 
-def _block_parts(arch: Device, m: int, lane: Expr, wave: Expr, waves: int) -> Iterator[tuple[Expr, Expr, Expr]]:
-    """What a thread takes of the tokens' blocks, eight lanes one each: (token, first of four columns, whether it is
-    its own). After the last token they repeat it."""
-    column = T.Bind(lane % LANES * WIDTH)
-    for thread in range(0, m * LANES, waves * arch.wave):
-        token, live = 0, (wave == 0) & (lane < LANES)
+def _block_parts(
+    arch: Device, m: int, lane: Expr, wave: Expr, waves: int, width: int = WIDTH
+) -> Iterator[tuple[Expr, Expr, Expr]]:
+    """What a thread takes of the tokens' blocks, BLOCK / width lanes one each: (token, first of `width` columns,
+    whether it is its own). After the last token they repeat it."""
+    lanes = BLOCK // width
+    column = T.Bind(lane % lanes * width)
+    for thread in range(0, m * lanes, waves * arch.wave):
+        token, live = 0, (wave == 0) & (lane < lanes)
         if m > 1:
-            token = T.Bind((thread + wave * arch.wave + lane) // LANES)
+            token = T.Bind((thread + wave * arch.wave + lane) // lanes)
             live, token = T.Bind(token < m), T.Bind(T.min(token, T.int32(m - 1)))
         yield token, column, live
 
 
-def _has_parts(arch: Device, m: int, wave: Expr, waves: int) -> Expr | None:
+def _has_parts(arch: Device, m: int, wave: Expr, waves: int, width: int = WIDTH) -> Expr | None:
     """Whether any of a wave's parts is its own; None: of each wave."""
-    busy = -(-m * LANES // arch.wave)
+    busy = -(-m * BLOCK // width // arch.wave)
     return uniform(arch, wave) < busy if busy < waves else None
 
 
@@ -187,19 +179,80 @@ def _emit_prepared(
             norm.store(arch, token, row, y, loaded, live)
 
 
+def emit_added(
+    arch: Device, added: Sum, Y: Buffer, waves: int, place: tuple[Expr, Expr, Expr],
+    compute: Callable[[], Callable[[Expr, Expr, Expr], list[Expr]]],
+) -> None:  # fmt: skip
+    """A block of 32 columns of products whose sum over several GPUs the kernel makes: they go to the others' workgroups
+    of the same number. place: number of the block, lane, wave; compute() emits the products of all tokens, and returns
+    result(token, column of the block, row), PAIR of them, which it may read after a barrier. Y: where these go."""
+    (block, lane, wave), (m, n) = place, (int(size) for size in Y.shape)
+    added.round.begin(wave * arch.wave + lane, waves * arch.wave)
+    result, parts = compute(), []
+    for token, column, live in _block_parts(arch, m, lane, wave, waves, PAIR):  # loads before the barrier
+        row, pair = T.Bind(block * BLOCK + column), T.Bind((block * m + token) * (BLOCK // PAIR) + column // PAIR)
+        mine = T.Bind(live & added.round.alive)
+        parts.append((token, column, row, pair, added.load(token, row), mine))
+    barrier()
+    with when(_has_parts(arch, m, wave, waves, PAIR)):
+        for token, column, row, pair, _, mine in parts:
+            y = result(token, column, row)
+            added.round.send(pair, y, mine)
+            with when(mine):
+                for j in range(0, PAIR, WIDTH):
+                    T.buffer_store(Y, vector(y[j : j + WIDTH]), [token, at(row + j, WIDTH)])
+    barrier()  # all threads of the workgroup have sent all, and read the count
+    with when(_has_parts(arch, m, wave, waves, PAIR)):
+        for token, column, row, pair, loaded, mine in parts:
+            added.store(pair, token, row, result(token, column, row), loaded, mine)
+    added.round.end((wave == 0) & (lane == 0), block, n // BLOCK)
+
+
+def _emit_added_linear(
+    arch: Device, plan: Plan, args: LinearBuffers, tokens: Tokens, factors: RowFactors | None,
+    place: tuple[Expr, Expr, Expr], added: Sum,
+) -> None:  # fmt: skip
+    """That of a linear. place: as of `_emit_prepared`."""
+    ((fmt, _, planes, bias, Y),), (block, lane, wave) = args.segments, place
+
+    def compute() -> Callable[[Expr, Expr, Expr], list[Expr]]:
+        weights = [(fmt, load.views(fmt, planes, span_of([fmt], tokens[0].k)))]
+        products = _emit_block(arch, plan, weights, T.Bind(block * BLOCK), tokens, lane, wave)
+        if factors is not None and len(tokens) == 1:
+            factors.compute()
+
+        def result(token: Expr, column: Expr, row: Expr) -> list[Expr]:
+            y = load_columns(products, token, column) + load_columns(products, token, column + WIDTH)
+            y = y if factors is None else [factors.scaled(token, v) for v in y]
+            biases = [] if bias is None else load_columns(bias, row) + load_columns(bias, row + WIDTH)
+            return [T.Bind(v + b) for v, b in zip(y, biases, strict=True)] if biases else y
+
+        return result
+
+    emit_added(arch, added, Y, plan.waves, place, compute)
+
+
 @builder
 def linear(op: Linear, arch: Device, state: Buffer, plan: Plan | None) -> None:
     """Kernel with the parameters of `linear_args`. Segments are all int8 (layout "rows") or all float (layout ""). m:
     1, 2, 4 or FEW, of float segments also a multiple of FEW up to SOME, of which those after the live ones are left as
     they are. The columns of Y from n on are undefined. eps: for one token, in int8 formats. ValueError for segments
     that cannot share a launch."""
+    emit_linear(op, arch, state, plan)
+
+
+def emit_linear(
+    op: Linear, arch: Device, state: Buffer, plan: Plan | None, adds: Callable[[], Sum] | None = None
+) -> None:
+    """That of `linear`. adds: declares the exchange whose input is the linear's result, which the kernel makes, too, or
+    None; plan: then of a linear that prepares a norm."""
     check(op)
-    k, m = op.k, op.m
-    if op.norm_out:
+    k, m, blocks = op.k, op.m, bool(op.norm_out or adds)
+    if blocks:
         check_blocks(op.segments[0][1])
-    splits = gemv_plan.linear_splits(op, arch, plan)
+    splits = gemv_plan.linear_splits(replace(op, norm_out="rows") if adds else op, arch, plan)
     waves = splits[0].plan.waves
-    args = declare_linear(op)
+    args, added = declare_linear(op), adds() if adds else None
     grid = (sum(s.groups for s in splits), *([m // FEW] if m > FEW else []))
     with launch(grid, (arch.wave, waves)) as (workgroup, *part, lane, wave):
         first_token = T.Bind(part[0] * FEW) if part else 0
@@ -212,11 +265,12 @@ def linear(op: Linear, arch: Device, state: Buffer, plan: Plan | None) -> None:
         if factors is not None and m > 1:  # segments are in an `if`, where no barrier may be
             factors.compute()
             barrier()
-        if op.norm_out:
-            _emit_prepared(arch, splits[0].plan, args, tokens, factors, (workgroup, lane, wave))
+        if blocks:
+            own = arch, splits[0].plan, args, tokens, factors, (workgroup, lane, wave)
+            _emit_added_linear(*own, added) if added else _emit_prepared(*own)
             splits = []
         first = 0
-        for segment, split in zip(args.segments, splits, strict=not op.norm_out):
+        for segment, split in zip(args.segments, splits, strict=not blocks):
             last = first + split.groups
             views = load.views(segment.fmt, segment.planes, span_of([segment.fmt], k))
             here = (workgroup >= first) & (workgroup < last) if len(splits) > 1 else None
@@ -273,106 +327,3 @@ def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, state: Buffer, plan:
                 y = [gated(op.act, g, u) for g, u in zip(gate, up, strict=True)]
                 row = slot[0] if slot else token
                 emit_store(arch, op.layout, args.out, y, row, T.Bind(block * BLOCK + column), live)
-
-
-def down_default(op: ExpertDown, arch: Device) -> Plan:
-    """The plan with fewer rows at once where there would be too few workgroups to fill the GPU."""
-    plan = gemv_plan.full_plan(arch, DOWN_ROWS, DOWN_WAVES)
-    while plan.rows > 1 and down_split(op, arch, plan).groups < DOWN_FULL * arch.units:
-        plan = replace(plan, rows=plan.rows // 2)
-    return plan
-
-
-def down_split(op: ExpertDown, arch: Device, plan: Plan | None = None) -> Split:
-    """How `expert_down` is spread over the GPU; two plans that give the same make the same kernel. Waves of a workgroup
-    are a multiple of the slots side by side."""
-    fmts = [fmt for fmt, _ in op.weights]
-    plan = gemv_plan.fitted(plan or down_default(op, arch), fmts, op.k, arch)
-    lanes = gemv_plan.lanes_of(gemv_rows.units_of(fmts, op.k), min(plan.lanes, arch.wave))
-    waves = min(plan.waves, arch.threads // arch.wave)
-    side, _ = _slots(op, waves)
-    rows = waves // side * (arch.wave // lanes) * plan.rows
-    return Split(replace(plan, waves=waves - waves % side), lanes, rows, -(-op.n // rows))
-
-
-def _slots(op: ExpertDown, waves: int) -> tuple[int, int]:
-    """(slots side by side, steps of a wave, each with a slot)."""
-    steps = -(-op.used // waves)
-    return -(-op.used // steps), steps
-
-
-@registry.plans(ExpertDown)
-@planned(CHOICES, down_default)
-def down_plans(op: ExpertDown, arch: Device, plan: Plan) -> Kernel:
-    fmts, split = [fmt for fmt, _ in op.weights], down_split(op, arch, plan)
-    unroll = gemv_plan.steps_at_once(fmts, op.k, split.lanes, split.plan.unroll)
-    same = split._replace(plan=replace(split.plan, lanes=0, unroll=unroll))
-    loads = gemv_plan.loads(fmts, op.k, replace(split.plan, waves=plan.waves))
-    return Kernel(same, split.groups * op.m, split.plan.waves * arch.wave, loads)
-
-
-@builds(ExpertDown)
-def expert_down(op: ExpertDown, arch: Device, state: Buffer, plan: Plan | None) -> None:
-    """Kernel (state, A, S | X of m * used rows, Groups, planes of the [count * n, k] stack, [WB], [Weights], [R], Y).
-    UserError unless n is a multiple of 16, ValueError for activations in another layout than the format's."""
-    ((fmt, n),), k, experts, used, m = op.weights, op.k, op.of, op.used, op.m
-    check_rows(n)
-    check(op)
-    plan, lanes, rows, groups = down_split(op, arch, plan)
-    waves, (side, steps) = plan.waves, _slots(op, plan.waves)
-    params, ids = act_args(m * used, k, op.layout), ids_arg(experts, m)
-    bufs = plane_args(fmt, op.experts * n, k, "W_")
-    biases = bias_args(op.experts * n, "WB") if op.bias else []
-    weights, residual = (m, used) if op.weighted else None, (m, n) if op.residual else None
-    Weights, R, Y = declared(Weights=weights, R=residual, Y=(m, n))
-    with (
-        launch((m, groups) if m > 1 else (groups,), (arch.wave, waves)) as (*rest, workgroup, lane, wave),
-        if_live(state, m, *rest or [0]),
-    ):
-        token = rest[0] if rest else 0
-        acts, views = emit_acts(params, k, m * used), load.views(fmt, bufs, span_of([fmt], k))
-        wave = uniform(arch, wave) if waves > 1 else T.int32(0)
-        beside = T.Bind(wave % side)
-        group = T.Bind(wave // side * (arch.wave // lanes) + lane // lanes)
-        row = T.Bind(T.min(workgroup * rows + group * plan.rows, T.int32(n - plan.rows)))
-        part, sums = T.Bind(lane % lanes), filled(T.float32(0), plan.rows)
-        # the last step has a slot for some of the waves only
-        count = steps if side * steps == used else T.Bind((used - 1 - beside) // side + 1)
-        with T.serial(count) as step:
-            slot = T.Bind(step * side + beside)
-            first = T.Bind(expert_at(ids, [token, slot], experts) * n)
-            strips = [Strip(fmt, views, first + row + i) for i in range(plan.rows)]
-            found = gemv_rows.emit_sums(strips, [acts.of(token * used + slot)], part, lanes, plan.unroll, arch)
-            for i in range(plan.rows):
-                weight = Weights[token, slot] if Weights is not None else T.float32(1)
-                put(sums, fma(T.Bind(found[i]), weight, sums[i]), i)
-        totals = [wave_sum(arch, T.Bind(sums[i]), lanes) for i in range(plan.rows)]
-
-        def store(row: Expr, total: Expr) -> None:
-            """One row's result."""
-            for bias in biases:
-                for j in range(used):
-                    own = bias[expert_at(ids, [token, j], experts) * n + row]
-                    total = fma(own, Weights[token, j], total) if Weights is not None else T.Bind(total + own)
-            T.buffer_store(Y, total if R is None else R[token, row] + total, [token, row])
-
-        if side == 1:
-            with T.If(part == 0), T.Then():
-                for i, total in enumerate(totals):
-                    store(row + i, total)
-        else:
-            parts = T.alloc_buffer((side, rows), "float32", scope="shared")
-            with T.If(part == 0), T.Then():
-                for i, total in enumerate(totals):
-                    put(parts, total, beside, group * plan.rows + i)
-            barrier()
-            for c in range(0, rows, waves * arch.wave):
-                own = T.Bind(wave * arch.wave + lane + c)
-                # the last workgroup's rows were moved to the last ones, as groups of lanes computed them
-                last = T.int32(n - plan.rows)
-                moved = T.Bind(T.min(workgroup * rows + own // plan.rows * plan.rows, last) + own % plan.rows)
-                with T.If(own < rows), T.Then():
-                    total = T.Bind(parts[0, own])
-                    for j in range(1, side):
-                        total = T.Bind(total + parts[j, own])
-                    store(moved, total)

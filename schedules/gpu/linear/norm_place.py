@@ -57,10 +57,16 @@ def place(before: Linear | AllReduce | None, readers: tuple[Linear | GateUp, ...
         sums = sum(_workgroups(reader, arch) for reader in readers) * m * k / SUMMED[kind_of(layout)] * 4
         times["deferred"] = _us(sums, SUMS[kind_of(layout)] * arch.bandwidth)
         if isinstance(before, Linear):
-            idle = [max(1.0, arch.units / _workgroups(op, arch)) for op in (replace(before, norm_out=layout), before)]
-            weights = sum(n * before.k / BLOCK * block_bytes(fmt) for fmt, n in before.weights)
-            times["deferred"] += _us(weights, arch.bandwidth) * (idle[0] - idle[1])
+            times["deferred"] += blocks_us(before, layout, arch)
     return min(times, key=lambda name: times[name])
+
+
+def blocks_us(op: Linear, layout: str, arch: Device) -> float:
+    """Microseconds that a layer takes more as one that prepares a norm in a layout, whose workgroups have whole blocks:
+    see `place`."""
+    idle = [max(1.0, arch.units / _workgroups(one, arch)) for one in (replace(op, norm_out=layout), op)]
+    weights = sum(n * op.k / BLOCK * block_bytes(fmt) for fmt, n in op.weights)
+    return _us(weights, arch.bandwidth) * (idle[0] - idle[1])
 
 
 def _defers(before: Linear | AllReduce, readers: Sequence[Linear | GateUp], layout: str, arch: Device) -> bool:

@@ -15,7 +15,7 @@ from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.runtime.devices.exchange.check import Kernel, check, parts
 from mlc_amd.runtime.devices.exchange.check_vulkan import CheckedVulkanGpu
 from mlc_amd.runtime.devices.exchange.hip import PeerBoxes
-from mlc_amd.runtime.devices.exchange.relay import Relay, RelayCode
+from mlc_amd.runtime.devices.exchange.relay import RING, Relay, RelayCode, job
 from mlc_amd.runtime.devices.exchange.unsuitable import Unsuitable
 from mlc_amd.runtime.devices.exchange.vulkan import RelayedBoxes
 from mlc_amd.runtime.devices.hip.api import Hip
@@ -123,6 +123,24 @@ def test_rounds_of_few_words_count_for_all_threads(boxes):
         for rank in range(boxes.PARTS):
             boxes.send(rank, number, words)
         until(lambda number=number, words=words: all(boxes.arrived(number, words)))
+
+
+def test_threads_that_are_ahead_take_no_lines_of_others(code):
+    """One of two is late by two rounds, the second of which is smaller: the other waits for its own lines."""
+    mapped, capacity, lines = RelayCode(code), 4 * LINE, np.zeros(RING, np.int64)
+    run = mapped.call
+    outbox, inbox, asked = aligned(2 * capacity), aligned(2 * capacity), np.zeros(1, np.int64)
+    shares = [job(asked, lines, [(outbox.ctypes.data, [inbox.ctypes.data])], capacity, way, 2) for way in (0, 1)]
+    lines[:3], asked[0] = (4, 4, 2), 3
+    outbox[capacity:], outbox[:capacity] = first, second = sent(0, 1, capacity), sent(0, 2, capacity)
+    assert run(shares[1].ctypes.data) == 1  # the third round was not sent
+    assert (outbox == EMPTY).sum() == capacity
+    assert run(shares[0].ctypes.data) == 1
+    np.testing.assert_array_equal(inbox, [*second, *first])
+    outbox[capacity : capacity + 2 * LINE] = third = sent(0, 3, 2 * LINE)
+    assert [run(share.ctypes.data) for share in shares] == [0, 0]
+    np.testing.assert_array_equal(inbox[capacity:], [*third, *first[2 * LINE :]])
+    assert (outbox == EMPTY).all()
 
 
 def test_stop_ends_rounds_that_nobody_answers(boxes):

@@ -13,10 +13,15 @@ from samples import sample
 
 from mlc_amd.compiler.gguf.synthetic import synthetic
 from mlc_amd.compiler.pipeline import check, compile_model
+from mlc_amd.runtime.artifact import ranks
+from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.artifact.ranks import rank_artifact
+from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.devices import opening
 from mlc_amd.runtime.devices.steps import write_private_pages, write_step
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import MachineError, UsageError, UserError
+from mlc_amd.runtime.exchange_layout import THEN
 from mlc_amd.runtime.options import CompileOptions, RunOptions
 
 RNG = np.random.default_rng(3)
@@ -63,6 +68,36 @@ def test_logits_are_those_of_one_device(one, two):
         engine.reset()
         found.append([prefilled, *decoded, engine.score(ids).copy()])
     assert all(divergence(a, b) < MOST for a, b in zip(*found, strict=True))
+
+
+def test_products_that_exchange_their_results(divided, monkeypatch):
+    """In one launch with the exchange after them, on devices that really wait for one another: the same bits."""
+    monkeypatch.setattr(opening, "exchanges_inline", lambda *_: True)
+    found, counts = [], []
+    for joint in (True, False):
+        if not joint:
+            monkeypatch.setattr(ranks, "joint_name", lambda product, total: "")
+        with Engine.load(divided, TWO) as engine:
+            launches = engine.device.stages[0].manifest["functions"]["decode"]["launches"]
+            counts.append([launch["kernel"].count(THEN) for launch in launches])
+            found.append([engine.decode(token).copy() for token in (7, 300)])
+            found[-1] += [stage.read("logits", 1).copy() for stage in engine.device.stages]
+    assert sum(counts[0]) == 4 and len(counts[1]) == len(counts[0]) + 4
+    assert all(np.array_equal(a, b) for a, b in zip(*found, strict=True)) and np.array_equal(*found[0][-2:])
+
+
+def test_joint_launches_write_nothing_that_they_read(divided):
+    manifest = rank_artifact(Artifact.open(divided), 0, inline=True).manifest
+    roles = {kernel["name"]: [param["role"] for param in kernel["params"]] for kernel in manifest["kernels"]}
+    checked = 0
+    for launch in (one for f in manifest["functions"].values() for one in f["launches"] if THEN in one["kernel"]):
+        args = [(*arg, role) for arg, role in zip(launch["args"], roles[launch["kernel"]], strict=False)]
+        spans = [(at, at + byte_count(*of), role) for kind, at, *of, role in args if kind == "arena"]
+        written = [span for span in spans if span[2] in ("output", "work")]
+        overlap = [(a, b) for a in written for b in spans if a is not b and a[0] < b[1] and b[0] < a[1]]
+        assert len(written) > 2 and not overlap
+        checked += 1
+    assert checked == 8  # of one row and of eight
 
 
 # Whose operators or streams others do not have

@@ -14,7 +14,7 @@ from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.runtime.exchange_layout import CONTROL, DONE, EMPTY, FAILED, GROUPS, RANK, row
 from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.schedules.gpu.base.arch import resolve
-from mlc_amd.schedules.gpu.exchange.exchange import ExchangePlan, default_plan, exchange
+from mlc_amd.schedules.gpu.exchange.exchange import MOST_GROUPS, ExchangePlan, default_plan, exchange
 from mlc_amd.schedules.operators import AllReduce
 from tests.dev.gfxemu import emulate
 
@@ -122,8 +122,8 @@ def test_default_plans():
     for arch in (profiles.resolve("rdna3"), profiles.resolve("vangogh"), resolve("gfx1100"), resolve("gfx942")):
         for values in (256, 4096, 8192, 131072):
             plan = default_plan(values, arch)
-            assert GROUPS % plan.groups == 0 and plan.threads <= arch.threads and plan.threads % arch.wave == 0
-            assert plan.groups * plan.threads >= min(values // 8, GROUPS * arch.threads)
+            assert MOST_GROUPS % plan.groups == 0 and plan.threads <= arch.threads and plan.threads % arch.wave == 0
+            assert plan.groups * plan.threads >= min(values // 8, MOST_GROUPS * arch.threads)
     assert default_plan(16384, resolve("gfx1100")) == ExchangePlan(64, 32)
     assert default_plan(8192, PROFILES["lavapipe"]).groups == 1
 
