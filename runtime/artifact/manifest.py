@@ -26,7 +26,7 @@ from mlc_amd.runtime.exchange_layout import boxes
 from mlc_amd.runtime.gpus import Unit
 from mlc_amd.runtime.sampling.settings import SamplingChanges
 
-FORMAT_VERSION = 17
+FORMAT_VERSION = 18
 LINES = 4  # levels of the manifest whose values have a line each
 MANIFEST = "manifest.json"
 ADVICE = "compile the model again"

@@ -112,8 +112,9 @@ class _Search:
     begins, where it ends, how many parts there are). Barriers are in no loop and in no branch."""
 
     def __init__(self, op: SelectKeys, group: Group, Order: Buffer, row: tuple[Expr, Expr], end: Expr, part):
-        self.op, self.group, self.Order, self.row, self.end = op, group, Order, row, end
-        self.begin, self.parts, self.stop = part[0], part[2], T.Bind(part[1])
+        self.op, self.group, self.Order, self.row, self.parts = op, group, Order, row, part[2]
+        # in registers: TVM takes minutes to simplify what it knows of them at each use
+        self.begin, self.stop, self.end = (T.Bind(filled(T.Bind(x))[0]) for x in (*part[:2], end))
         self.counts = T.alloc_buffer((COUNTS,), "int32", scope="shared")
         self.found = T.alloc_buffer((2,), "int32", scope="shared")
         with T.If(group.tid < 2), T.Then():
@@ -127,7 +128,7 @@ class _Search:
         stop, most = (self.end, 1) if whole else (self.stop, self.parts)
         size, end = group.threads * WIDTH, int(self.Order.shape[2]) - WIDTH
         batch = min(BATCH, -(-self.op.blocks // (most * size)))
-        steps = T.Bind(T.truncdiv(stop - begin + (size * batch - 1), T.int32(size * batch)))
+        steps = T.Bind(filled(T.truncdiv(stop - begin + (size * batch - 1), T.int32(size * batch)))[0])
         with T.serial(steps) as i:
             own = (group.wave * steps + i) * (batch * arch.wave)
             firsts = [T.Bind(begin + (own + n * arch.wave + group.lane) * WIDTH) for n in range(batch)]
