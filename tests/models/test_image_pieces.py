@@ -113,23 +113,22 @@ def test_pieces_are_submitted_together_while_nobody_waits(engine):
 
 def test_tokens_come_between_pieces(engine, monkeypatch):
     prompts = [IDS, Prompt.of([IDS, picture(3), IDS])]
-    expected = [[piece.id for piece in engine.generate(one, max_tokens=16, temperature=0.0)] for one in prompts]
+    expected = [[piece.id for piece in engine.generate(one, max_tokens=32, temperature=0.0)] for one in prompts]
     engine.reset()
     engine.features._found.clear()
-    made, counts, run, clock = [[], []], [], engine.device.run, itertools.count()
+    made, calls, run, clock = [[], []], [], engine.device.run, itertools.count()
     # a piece takes as long as a step: so there is one at a time
     monkeypatch.setattr(encoding, "time", SimpleNamespace(perf_counter=clock.__next__))
 
     def counted(function, *more):
-        if is_encoder(function):
-            counts.append(len(made[0]))
+        calls.append(is_encoder(function))
         return run(function, *more)
 
     monkeypatch.setattr(engine.device, "run", counted)
-    for piece in engine.generate(prompts, max_tokens=16, temperature=0.0):
+    for piece in engine.generate(prompts, max_tokens=32, temperature=0.0):
         made[piece.index].append(piece.id)
     assert made == expected
-    assert len(counts) > 1 and min(np.diff(counts)) >= 1
+    assert sum(calls) > 1 and (True, True) not in itertools.pairwise(calls)
 
 
 def test_a_function_in_pieces_is_one_for_inspect_and_checked_as_a_whole(engine, capsys):

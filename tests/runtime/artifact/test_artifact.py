@@ -18,6 +18,7 @@ from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact import artifact
 from mlc_amd.runtime.artifact.artifact import Artifact, new_artifact
+from mlc_amd.runtime.artifact.manifest import FORMAT_VERSION
 from mlc_amd.runtime.artifact.weight_block import ALIGN, TensorSpec
 from mlc_amd.runtime.artifact.weights_file import Weights, WeightsWriter
 from mlc_amd.runtime.cache.cache_types import kv_bytes, kv_types
@@ -182,6 +183,9 @@ except UserError as e:
 # ---- reading
 
 
+FORMAT = b'"format": %d'
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -190,8 +194,11 @@ except UserError as e:
         (lambda p: (p / "manifest.json").write_text("{"), "is damaged"),
         (lambda p: ((p / "manifest.json").unlink(), (p / "manifest.json").mkdir()), "is not a file"),
         (lambda p: ((p / "manifest.json").unlink(), os.mkfifo(p / "manifest.json")), "is not a file"),
-        (lambda p: (p / "manifest.json").write_text('{"format": 7}'), "artifact format 7, this version reads 17"),
-        (lambda p: with_byte(p / "manifest.json", b'"format": 17', b'"format": 18'), "is damaged or was changed"),
+        (lambda p: (p / "manifest.json").write_text('{"format": 7}'), f"format 7, this version reads {FORMAT_VERSION}"),
+        (
+            lambda p: with_byte(p / "manifest.json", FORMAT % FORMAT_VERSION, FORMAT % (FORMAT_VERSION + 1)),
+            "is damaged",
+        ),
         (lambda p: with_byte(p / "manifest.json", b'"rows": 512', b'"rows": 513'), "is damaged or was changed"),
         (lambda p: (p / "kernels.so").unlink(), "kernels.so is missing"),
         (lambda p: (p / "kernels.so").write_bytes(b"\0" * (p / "kernels.so").stat().st_size), "corrupted"),

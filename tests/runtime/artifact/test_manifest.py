@@ -9,6 +9,7 @@ import pytest
 from mlc_amd.compiler.models.config import ModelConfig
 from mlc_amd.runtime.artifact import manifest as manifests
 from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.artifact.manifest import FORMAT_VERSION
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.tools.commands import inspect
@@ -187,7 +188,7 @@ def test_the_description_has_all_of_the_model():
         (b"", "is damaged"),
         (b"[" * 100_000, "is damaged"),
         (b'{"format": 13}', "is damaged or was changed"),
-        (b'{"format": 6, "x": [1]}', "artifact format 6, this version reads 17"),
+        (b'{"format": 6, "x": [1]}', f"artifact format 6, this version reads {FORMAT_VERSION}"),
         (b'{"format": "9"}', "is damaged"),
         (b"\xff\xfe", "is damaged"),
         (manifests.text({"context": float("nan")}, {}).encode(), "is damaged"),
@@ -202,10 +203,10 @@ def test_other_content(folder, data, message):
 
 def test_a_newer_format_is_told_from_damage(folder, monkeypatch):
     content = resealing.content(folder)
-    monkeypatch.setattr(manifests, "FORMAT_VERSION", 18)
+    monkeypatch.setattr(manifests, "FORMAT_VERSION", FORMAT_VERSION + 1)
     resealing.reseal(folder, content | {"new": 1})
     monkeypatch.undo()
-    with pytest.raises(UserError, match="artifact format 18, this version reads 17"):
+    with pytest.raises(UserError, match=f"artifact format {FORMAT_VERSION + 1}, this version reads {FORMAT_VERSION}"):
         Artifact.open(folder)
 
 
