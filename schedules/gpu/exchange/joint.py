@@ -25,7 +25,8 @@ def can_join(product: Operator | None, total: AllReduce, arch: Device) -> bool:
     if total.half or total.norm_out not in ("", "rows") or total.n % BLOCK:
         return False
     if isinstance(product, ExpertDown):  # workgroups of rows that are not live would send nothing
-        return product.m == product.tile == 1 and not product.residual
+        alone = product.m == product.tile == 1 and not product.residual
+        return alone and gemv_down.block_split(product, arch) is not None
     if not isinstance(product, Linear) or not product.plain or product.norm_out or product.eps is not None:
         return False
     if product.segments[0][1] != total.n or product.m > FEW or not gemv.suits(product, arch):

@@ -188,3 +188,6 @@ def test_what_is_joint():
         down, total = linear_op([(fmt, n)], k, 1, "rows"), AllReduce(m=1, n=n, parts=2, residual=True)
         assert [can_join(down, total, one) for one in arch] == expected
         assert not can_join(down, replace(total, half=True), arch[1])
+    for used, k, expected in ((8, 256, True), (2, 64, False), (1, 256, False)):  # lanes have more rows than a block
+        down, _, _ = experts("q4_k", used)
+        assert [can_join(replace(down, k=k), replace(total, n=N), one) for one in arch[:3]] == [expected] * 3
