@@ -81,16 +81,16 @@ LONG = (
 # Those that compile models or many kernels, besides: `make test-fast` leaves all of them out.
 SLOW = {
     *LONG, "test_artifact.py", "test_bench_gpu.py", "test_chat.py", "test_constrained_answers.py", "test_cpu_norm.py",
-    "test_cpu_rope.py", "test_engine.py", "test_engine_calls.py", "test_gpu_exchange.py", "test_gpu_norm.py",
-    "test_gpu_route.py", "test_hip_ahead.py", "test_image_rows.py", "test_inspect_kernels.py", "test_latent.py",
-    "test_manifest.py", "test_measure.py", "test_monitor.py", "test_power.py", "test_predictor.py",
-    "test_random_weights.py", "test_reference.py", "test_repl.py", "test_serve_anthropic.py", "test_serve_calls.py",
-    "test_serve_clients.py", "test_serve_conformance.py", "test_serve_events.py", "test_serve_formats.py",
-    "test_serve_harmony.py", "test_serve_infill.py", "test_serve_llama.py", "test_serve_ollama.py",
-    "test_serve_openai.py", "test_serve_page.py", "test_serve_page_answers.py", "test_serve_ray.py",
-    "test_serve_responses.py", "test_serve_slots.py", "test_shared_code.py", "test_speculation.py",
-    "test_spirv_emulator.py", "test_states.py", "test_tuning_search.py", "test_vulkan_latent.py",
-    "test_vulkan_models.py", "test_vulkan_validation.py",
+    "test_cpu_rope.py", "test_engine.py", "test_engine_calls.py", "test_gemm_matrix_int8.py", "test_gpu_exchange.py",
+    "test_gpu_joint.py", "test_gpu_norm.py", "test_gpu_route.py", "test_hip_ahead.py", "test_image_rows.py",
+    "test_inspect_kernels.py", "test_latent.py", "test_manifest.py", "test_measure.py", "test_monitor.py",
+    "test_power.py", "test_predictor.py", "test_quality.py", "test_random_weights.py", "test_reference.py",
+    "test_repl.py", "test_serve_anthropic.py", "test_serve_calls.py", "test_serve_clients.py",
+    "test_serve_conformance.py", "test_serve_events.py", "test_serve_formats.py", "test_serve_harmony.py",
+    "test_serve_infill.py", "test_serve_llama.py", "test_serve_ollama.py", "test_serve_openai.py", "test_serve_page.py",
+    "test_serve_page_answers.py", "test_serve_ray.py", "test_serve_responses.py", "test_serve_slots.py",
+    "test_shared_code.py", "test_speculation.py", "test_spirv_emulator.py", "test_states.py", "test_tuning_search.py",
+    "test_vulkan_latent.py", "test_vulkan_models.py", "test_vulkan_validation.py",
 }  # fmt: skip
 
 

@@ -42,7 +42,7 @@ class Encoding:
         if self._turn and self._answering():
             step = time.perf_counter() - self._ended
             self._step = min(self._step or step, step)
-        self._turn = self.waits and not (self._turn and self._answering())
+        self._turn = self.waits and not self._turn
         return self._turn
 
     def _answering(self) -> bool:

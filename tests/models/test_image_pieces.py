@@ -121,9 +121,11 @@ def test_tokens_come_between_pieces(engine, monkeypatch):
     monkeypatch.setattr(encoding, "time", SimpleNamespace(perf_counter=clock.__next__))
 
     def counted(run):
-        return lambda function, *more, **options: (calls.append(is_encoder(function)), run(function, *more, **options))[
-            1
-        ]
+        def call(function, *more, **options):
+            calls.append(is_encoder(function))
+            return run(function, *more, **options)
+
+        return call
 
     for name in {"run", "start", "start_ahead"} & {*dir(engine.device)}:  # a step is begun by one of them
         monkeypatch.setattr(engine.device, name, counted(getattr(engine.device, name)))

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import itertools
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import architectures
@@ -205,6 +206,31 @@ def test_answers_go_on_while_images_are_encoded(opened, name, monkeypatch):
     assert made == expected
     assert len(encoder.encoded) == 4
     assert min(np.diff(counts)) >= 1  # tokens between each two pieces
+
+
+def test_prompts_of_others_go_on_while_images_are_encoded(opened, monkeypatch):
+    """Also before there are answers."""
+    engine, encoder, features = opened("qwen2vl")
+    scheduler, log = engine._loop.scheduler, []
+    plan = scheduler.plan
+
+    def planned():
+        if (step := plan()) and step.chunk and step.chunk.request.client == "text":
+            log.append("chunk")
+        return step
+
+    monkeypatch.setattr(scheduler, "plan", planned)
+    monkeypatch.setattr(scheduler.admission, "limits", replace(scheduler.admission.limits, chunk=64, sizes=(64,)))
+    encoder.between = lambda: log.append("piece")
+    pictures = [encoder.image(features(*range(n, n + 30)), (5, 6)) for n in (100, 200, 300, 400)]
+    prompts = {"images": Prompt.of([IDS, *pictures, IDS]), "text": [*range(3, 403)]}
+
+    async def answers():
+        each = [engine.agenerate(prompt, max_tokens=4, client=client) for client, prompt in prompts.items()]
+        await asyncio.gather(*(anext(one) for one in each))
+
+    asyncio.run(answers())
+    assert log[log.index("piece") :][:7] == ["piece", "chunk"] * 3 + ["piece"]
 
 
 def test_images_of_a_cancelled_request_are_not_encoded_further(opened):

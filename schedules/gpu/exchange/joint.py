@@ -24,8 +24,12 @@ def can_join(product: Operator | None, total: AllReduce, arch: Device) -> bool:
     launches: workgroups with whole blocks of rows may be too few for all compute units."""
     if total.half or total.norm_out not in ("", "rows") or total.n % BLOCK:
         return False
-    if isinstance(product, ExpertDown):  # workgroups of rows that are not live would send nothing
-        return product.m == product.tile == 1 and not product.residual
+    if isinstance(product, ExpertDown):
+        split = gemv_down.block_split(product, arch)
+        if not product.m == product.tile == 1 or product.residual or split is None:
+            return False  # of several rows, workgroups of those that are not live would send nothing
+        groups = split.groups, gemv_down.down_split(product, arch).groups
+        return not arch.launch_us or norm_place.idle_us(product, groups, arch) <= arch.launch_us
     if not isinstance(product, Linear) or not product.plain or product.norm_out or product.eps is not None:
         return False
     if product.segments[0][1] != total.n or product.m > FEW or not gemv.suits(product, arch):

@@ -67,10 +67,13 @@ def down_plans(op: ExpertDown, arch: Device, plan: Plan) -> Kernel:
     return Kernel(same, split.groups * op.m, split.plan.waves * arch.wave, loads)
 
 
-def block_split(op: ExpertDown, arch: Device) -> Split:
-    """The same where workgroups have blocks of 32 rows: as many of these at once as there are registers for."""
+def block_split(op: ExpertDown, arch: Device) -> Split | None:
+    """The same where workgroups have blocks of 32 rows: as many of these at once as there are registers for. None where
+    rows are so short that a workgroup computes more than a block at once."""
     plan = gemv_plan.full_plan(arch, MOST_ROWS, DOWN_WAVES)
     while BLOCK % (split := down_split(op, arch, plan)).rows:
+        if split.plan.rows == 1:
+            return None
         plan = replace(plan, rows=split.plan.rows // 2)
     return split._replace(groups=op.n // BLOCK)
 
@@ -89,7 +92,10 @@ def emit_down(
     ((fmt, n),), k, experts, used, m = op.weights, op.k, op.of, op.used, op.m
     check_rows(n)
     gemv.check(op)
-    plan, lanes, rows, groups = block_split(op, arch) if adds else down_split(op, arch, plan)
+    split = block_split(op, arch) if adds else down_split(op, arch, plan)
+    if split is None:
+        raise ValueError(f"{op.name}: rows of {k} columns are too short for workgroups with blocks")
+    plan, lanes, rows, groups = split
     waves, (side, steps) = plan.waves, _slots(op, plan.waves)
     params, ids = act_args(m * used, k, op.layout), ids_arg(experts, m)
     bufs = plane_args(fmt, op.experts * n, k, "W_")

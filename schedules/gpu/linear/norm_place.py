@@ -18,7 +18,7 @@ from mlc_amd.schedules.gpu.linear.gemm_tile import product_of
 from mlc_amd.schedules.gpu.linear.gemv_rows import holds_norm
 from mlc_amd.schedules.gpu.linear.linear import module_of, plans
 from mlc_amd.schedules.gpu.linear.load import block_bytes
-from mlc_amd.schedules.operators import AllReduce, GateUp, Linear, NormPlace
+from mlc_amd.schedules.operators import AllReduce, ExpertDown, GateUp, Linear, NormPlace
 from mlc_amd.schedules.operators.layouts import SUMMED, kind_of
 
 CACHE = 1.5  # how much faster caches are than memory
@@ -64,8 +64,15 @@ def place(before: Linear | AllReduce | None, readers: tuple[Linear | GateUp, ...
 def blocks_us(op: Linear, layout: str, arch: Device) -> float:
     """Microseconds that a layer takes more as one that prepares a norm in a layout, whose workgroups have whole blocks:
     see `place`."""
-    idle = [max(1.0, arch.units / _workgroups(one, arch)) for one in (replace(op, norm_out=layout), op)]
+    return idle_us(op, [_workgroups(one, arch) for one in (replace(op, norm_out=layout), op)], arch)
+
+
+def idle_us(op: Linear | ExpertDown, workgroups: Sequence[int], arch: Device) -> float:
+    """Microseconds that a layer of one token takes more with so many workgroups than with another number of them: see
+    `place`."""
+    idle = [max(1.0, arch.units / count) for count in workgroups]
     weights = sum(n * op.k / BLOCK * block_bytes(fmt) for fmt, n in op.weights)
+    weights *= op.used if isinstance(op, ExpertDown) else 1
     return _us(weights, arch.bandwidth) * (idle[0] - idle[1])
 
 

@@ -81,7 +81,6 @@ class Case:
         self.arrays |= {"Inbox": self.inbox} | {f"Outbox{i}": box for i, box in enumerate(boxes)} | {"Control": control}
 
     def kernel(self, arch, **options):
-        assert can_join(self.product, self.total, arch)
         return joint(self.product, self.total, self.capacity, arch, "k", self.peers, **options)
 
     def check(self):
@@ -188,3 +187,9 @@ def test_what_is_joint():
         down, total = linear_op([(fmt, n)], k, 1, "rows"), AllReduce(m=1, n=n, parts=2, residual=True)
         assert [can_join(down, total, one) for one in arch] == expected
         assert not can_join(down, replace(total, half=True), arch[1])
+    down, _, _ = experts("q4_0", 4)  # of gpt-oss 120B: 90 blocks
+    down, total = replace(down, n=2880, k=1440), replace(total, n=2880)
+    assert [can_join(down, total, one) for one in arch] == [False, True, True, True]
+    for used, k, expected in ((8, 256, True), (2, 64, False), (1, 256, False)):  # lanes have more rows than a block
+        down, _, _ = experts("q4_k", used)
+        assert [can_join(replace(down, k=k), replace(total, n=N), one) for one in arch[:3]] == [expected] * 3
