@@ -18,12 +18,16 @@ from mlc_amd.schedules.gpu.exchange.exchange import POLLS, Sum, pause_of
 from mlc_amd.schedules.gpu.linear import gemv, gemv_down, norm_place
 from mlc_amd.schedules.operators import AllReduce, ExpertDown, Linear, Operator
 
+RESIDENT = 4  # workgroups that a compute unit holds at once: of 256 threads each, whose registers are few
+
 
 def can_join(product: Operator | None, total: AllReduce, arch: Device) -> bool:
     """Whether there is a kernel that computes a product and the sum of it over all GPUs, and takes no longer than two
     launches: workgroups with whole blocks of rows may be too few for all compute units."""
     if total.half or total.norm_out not in ("", "rows") or total.n % BLOCK:
         return False
+    if total.n // BLOCK > RESIDENT * arch.units:
+        return False  # a workgroup that waits for one that has no place yet: others may start in another order
     if isinstance(product, ExpertDown):
         split = gemv_down.block_split(product, arch)
         if not product.m == product.tile == 1 or product.residual or split is None:
