@@ -225,9 +225,12 @@ def test_prompts_of_others_go_on_while_images_are_encoded(opened, monkeypatch):
     pictures = [encoder.image(features(*range(n, n + 30)), (5, 6)) for n in (100, 200, 300, 400)]
     prompts = {"images": Prompt.of([IDS, *pictures, IDS]), "text": [*range(3, 403)]}
 
+    async def answer(client):
+        async for _ in engine.agenerate(prompts[client], max_tokens=4, client=client):
+            pass
+
     async def answers():
-        each = [engine.agenerate(prompt, max_tokens=4, client=client) for client, prompt in prompts.items()]
-        await asyncio.gather(*(anext(one) for one in each))
+        await asyncio.gather(*map(answer, prompts))
 
     asyncio.run(answers())
     assert log[log.index("piece") :][:7] == ["piece", "chunk"] * 3 + ["piece"]
