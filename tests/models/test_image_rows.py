@@ -236,20 +236,22 @@ def test_prompts_of_others_go_on_while_images_are_encoded(opened, monkeypatch):
     assert log[log.index("piece") :][:7] == ["piece", "chunk"] * 3 + ["piece"]
 
 
-def test_images_of_a_cancelled_request_are_not_encoded_further(opened):
+def test_images_of_a_cancelled_request_are_not_encoded_further(opened, monkeypatch):
+    # a piece takes as long as a step: so there is one at a time
+    monkeypatch.setattr(encoding, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
     engine, encoder, features = opened("qwen2vl")
-    scheduler, encoding = engine._loop.scheduler, engine._loop._works[0]
+    scheduler, work = engine._loop.scheduler, engine._loop._works[0]
     pictures = [encoder.image(features(*range(n, n + 30)), (5, 6)) for n in (100, 200, 300, 400)]
     seen, expected = Prompt.of([IDS, pictures[1], IDS]), tokens_of(engine, [3, 4, 5], 24)
-    encoder.between = lambda: len(encoder.encoded) == 2 and scheduler.cancel(encoding._requests[0])
+    encoder.between = lambda: len(encoder.encoded) == 2 and scheduler.cancel(work._requests[0])
     made = [[], []]
     for piece in engine.generate([[3, 4, 5], Prompt.of([IDS, *pictures, IDS])], max_tokens=24, temperature=0.0):
         made[piece.index].append(piece.id)
     assert made == [expected, []]
-    assert len(encoder.encoded) == 2 and not encoding.waits and pictures[1] not in engine.features
+    assert len(encoder.encoded) == 2 and not work.waits and pictures[1] not in engine.features
     encoder.between = lambda: None
     assert len(tokens_of(engine, seen)) == 8  # those of the next request are
-    assert len(encoder.encoded) == 3 and not encoding.waits
+    assert len(encoder.encoded) == 3 and not work.waits
 
 
 def test_guesses_are_no_rows_of_images(opened):
