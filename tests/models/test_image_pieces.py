@@ -72,24 +72,34 @@ def test_only_functions_that_encode_images_have_their_part_of_the_arena(engine):
     assert max(end for _, end in spans[True]) <= made["arena_bytes"] < of_manifest(made).buffers
 
 
+def in_pieces(engine, image, busy, between):
+    """The encoder's features of an image; `between` is called between its pieces."""
+    run = engine.features.encoder.pieces([image], lambda: busy)
+    while True:
+        try:
+            next(run)
+        except StopIteration as end:
+            return end.value
+        between()
+
+
 @pytest.mark.parametrize("other", [False, True], ids=["steps", "another image"])
 def test_features_do_not_depend_on_what_comes_between_pieces(engine, other):
     engine.reset()
     between = Prompt.of([IDS, picture(2), IDS] if other else [IDS])
     logits, image = engine.prefill(between).copy(), picture(1)
     (expected,) = engine.features.encoder.encode([image])
-    run, count = engine.features.encoder.pieces([image], lambda: True), 1
-    while True:
-        try:
-            next(run)
-        except StopIteration as end:
-            (found,) = end.value
-            break
+    count = 1
+
+    def step():
+        nonlocal count
         count += 1
         engine.reset()
         if count == 3:
             engine.features._found.clear()  # the other image is encoded again, once
         assert (engine.prefill(between) == logits).all()
+
+    (found,) = in_pieces(engine, image, True, step)
     assert count > 2
     assert expected.std() > 0.01 and (found == expected).all()
 
@@ -97,15 +107,9 @@ def test_features_do_not_depend_on_what_comes_between_pieces(engine, other):
 def test_pieces_are_submitted_together_while_nobody_waits(engine):
     encoder, image, waits = engine.features.encoder, picture(4), []
     for busy in (False, True):
-        run, count = encoder.pieces([image], lambda busy=busy: busy), 0
-        while True:
-            try:
-                next(run)
-            except StopIteration as end:
-                (found,) = end.value
-                break
-            count += 1
-        waits.append(count)
+        each: list[None] = []
+        (found,) = in_pieces(engine, image, busy, lambda each=each: each.append(None))
+        waits.append(len(each))
         assert (found == encoder.encode([image])[0]).all()
     pieces = {name: len(cut) for name, cut in encoder._cut.items()}
     assert waits == [-(-pieces["image_1024"] // pieces["image_256"]) - 1, pieces["image_1024"]]
