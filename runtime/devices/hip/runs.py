@@ -66,14 +66,13 @@ class HipRuns(RunHooks):
             self._head_graphs[name] = capture(self.hip, self.stream, head, self._held)
 
     def prepare(self, run: QueuedRun) -> None:
-        self.hip("hipSetDevice", self.memory.gpu.index)
+        self.hip("hipSetDevice", self.memory.gpu.index)  # another GPU may have been used since the run was asked for
         self._allocate_slots()
         if run.late and not run.ahead:
             self.prepare_late(run.name)
 
     def submit(self, run: QueuedRun) -> None:
-        self.hip("hipSetDevice", self.memory.gpu.index)  # another GPU may have been used since the run was asked for
-        self._allocate_slots()
+        self.prepare(run)
         self.memory.send_inputs(self._slots[run.slot].inputs)
         self._carried.enqueue_received(run.name)
         if run.ahead:
