@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact.manifest import is_encoder
 from mlc_amd.runtime.artifact.manifest_check import ManifestFault, check
 from mlc_amd.runtime.artifact.memory import of_manifest
-from mlc_amd.runtime.engine import encoding
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.images.prepared import PreparedImage
 from mlc_amd.runtime.images.rows import Prompt
@@ -120,9 +118,8 @@ def test_tokens_come_between_pieces(engine, monkeypatch):
     expected = [[piece.id for piece in engine.generate(one, max_tokens=32, temperature=0.0)] for one in prompts]
     engine.reset()
     engine.features._found.clear()
-    made, calls, clock = [[], []], [], itertools.count()
-    # a piece takes as long as a step: so there is one at a time
-    monkeypatch.setattr(encoding, "time", SimpleNamespace(perf_counter=clock.__next__))
+    made, calls = [[], []], []
+    vision_models.one_piece_a_turn(monkeypatch)
 
     def counted(run):
         def call(function, *more, **options):

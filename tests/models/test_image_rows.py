@@ -4,10 +4,8 @@ repository (`test_vision.py` has the encoders)."""
 
 import asyncio
 import hashlib
-import itertools
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import architectures
 import numpy as np
@@ -18,7 +16,6 @@ from samples import sample
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.gguf.mmproj import VisionFile
 from mlc_amd.compiler.pipeline import compile_model
-from mlc_amd.runtime.engine import encoding
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.images.features import Features
@@ -190,8 +187,7 @@ def test_a_part_of_an_image_that_sees_itself_is_computed_again(opened):
 
 @pytest.mark.parametrize("name", ["qwen2vl", "gemma3"])
 def test_answers_go_on_while_images_are_encoded(opened, name, monkeypatch):
-    # a piece takes as long as a step: so there is one at a time
-    monkeypatch.setattr(encoding, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    vision_models.one_piece_a_turn(monkeypatch)
     engine, encoder, features = opened(name)
     pictures = [encoder.image(features(*range(n, n + 30)), (5, 6)) for n in (100, 200, 300, 400)]
     prompts = [[3, 4, 5], Prompt.of([IDS, *pictures, IDS]), Prompt.of([pictures[0], IDS])]
@@ -237,8 +233,7 @@ def test_prompts_of_others_go_on_while_images_are_encoded(opened, monkeypatch):
 
 
 def test_images_of_a_cancelled_request_are_not_encoded_further(opened, monkeypatch):
-    # a piece takes as long as a step: so there is one at a time
-    monkeypatch.setattr(encoding, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    vision_models.one_piece_a_turn(monkeypatch)
     engine, encoder, features = opened("qwen2vl")
     scheduler, work = engine._loop.scheduler, engine._loop._works[0]
     pictures = [encoder.image(features(*range(n, n + 30)), (5, 6)) for n in (100, 200, 300, 400)]

@@ -1,14 +1,17 @@
 """Tiny image encoders: mmproj files with random weights, and what llama.cpp (v0.5.0, float32) makes of a picture with
 them, tests/fixtures/vision.npz. Each has a part of what encoders can have."""
 
+import itertools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
 
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.gguf.writer import write_gguf
+from mlc_amd.runtime.engine import encoding
 
 HIDDEN, HEADS, FF, LAYERS, COLUMNS = 48, 3, 80, 3, 64  # COLUMNS: of the decoder
 # By projector: its metadata, pixels of the picture (width, height), which preprocessing leaves as they are.
@@ -126,3 +129,8 @@ def pixels(projector: str) -> np.ndarray:
 def features(projector: str) -> np.ndarray:
     """float32 [tokens, columns], of llama.cpp."""
     return np.load(Path(__file__).parents[1] / "fixtures" / "vision.npz")[projector]
+
+
+def one_piece_a_turn(monkeypatch) -> None:
+    """By the clock of images' pieces, one takes as long as a step, so that a step follows each."""
+    monkeypatch.setattr(encoding, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
