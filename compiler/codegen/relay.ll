@@ -3,11 +3,12 @@
 ;
 ; i64 relay(ptr job) copies rounds as they are asked for, until it found nothing to do `patience` times in a row. It goes
 ; on where it was when it is called again. It takes a line of each outbox before the next line of any, as workgroups
-; wait for one another. Returns the rounds that were asked for and are not done. job: int64[10 + 9 * outboxes]:
+; wait for one another. Returns the rounds that were asked for and are not done. job: int64[11 + 9 * outboxes]:
 ;   0 address of int64: rounds asked for, 1 rounds done, 2 the next line, 3 the next outbox: where it is
 ;   4 outboxes, 5 patience, 6 bytes of a slot
-;   7 address of int64[4096]: lines of a round, 8 and 9: this job copies line (8) and each (9)th after it: in rounds of
-;     any size the same ones, as a job may begin the next round but one while others are still copying lines of this one
+;   7 address of int64[4096]: lines of a round, 8 and 9: this job copies stripe (8) and each (9)th after it: in rounds
+;     of any size the same lines, as a job may begin the next round but one while others still copy lines of this one
+;   10 log2 of the lines of a stripe
 ;   then for each outbox: 0 address, 1 inboxes, 2.. their addresses
 ; The first round uses the second slot, the next one the first.
 
@@ -24,6 +25,7 @@ entry:
   %ring.at = getelementptr i64, ptr %job, i64 7
   %part.at = getelementptr i64, ptr %job, i64 8
   %parts.at = getelementptr i64, ptr %job, i64 9
+  %shift.at = getelementptr i64, ptr %job, i64 10
   %asked.at = load ptr, ptr %job
   %done.first = load i64, ptr %done.at
   %line.first = load i64, ptr %line.at
@@ -34,8 +36,11 @@ entry:
   %ring = load ptr, ptr %ring.at
   %part = load i64, ptr %part.at
   %parts = load i64, ptr %parts.at
-  %rest = sub i64 %parts, 1
-  %before = sub i64 %rest, %part
+  %shift = load i64, ptr %shift.at
+  %stripe = shl i64 1, %shift
+  %stripe.last = sub i64 %stripe, 1
+  %turn = shl i64 %parts, %shift
+  %before = shl i64 %part, %shift
   br label %round
 
 round:
@@ -61,8 +66,14 @@ round.begin:
   %entry.number = and i64 %done, 4095
   %all.at = getelementptr i64, ptr %ring, i64 %entry.number
   %all.lines = load volatile i64, ptr %all.at
-  %rounded = add i64 %all.lines, %before
-  %lines = udiv i64 %rounded, %parts
+  %turns = udiv i64 %all.lines, %turn
+  %of.turns = shl i64 %turns, %shift
+  %in.turns = mul i64 %turns, %turn
+  %rest = sub i64 %all.lines, %in.turns
+  %rest.here = sub i64 %rest, %before
+  %rest.some = call i64 @llvm.smax.i64(i64 %rest.here, i64 0)
+  %rest.own = call i64 @llvm.smin.i64(i64 %rest.some, i64 %stripe)
+  %lines = add i64 %of.turns, %rest.own
   %parity = and i64 %number, 1
   %offset = mul i64 %parity, %slot
   %some = icmp slt i64 %line.begin, %lines
@@ -71,15 +82,18 @@ round.begin:
 line:
   %l = phi i64 [ %line.begin, %round.begin ], [ %l.next, %line.done ]
   %outbox.here = phi i64 [ %outbox.begin, %round.begin ], [ 0, %line.done ]
-  %turn = mul i64 %l, %parts
-  %own = add i64 %turn, %part
+  %l.turn = lshr i64 %l, %shift
+  %turn.line = mul i64 %l.turn, %turn
+  %l.rest = and i64 %l, %stripe.last
+  %stripe.line = add i64 %turn.line, %before
+  %own = add i64 %stripe.line, %l.rest
   %place = shl i64 %own, 6
   br label %outbox
 
 outbox:
   %o = phi i64 [ %outbox.here, %line ], [ %o.next, %outbox.done ]
   %entry.words = mul i64 %o, 9
-  %entry.word = add i64 %entry.words, 10
+  %entry.word = add i64 %entry.words, 11
   %source.at = getelementptr i64, ptr %job, i64 %entry.word
   %inboxes.at = getelementptr i64, ptr %source.at, i64 1
   %targets = getelementptr i64, ptr %source.at, i64 2
@@ -148,6 +162,8 @@ end:
 }
 
 declare i1 @llvm.vector.reduce.and.v16i1(<16 x i1>)
+declare i64 @llvm.smax.i64(i64, i64)
+declare i64 @llvm.smin.i64(i64, i64)
 declare void @llvm.x86.sse2.pause()
 declare void @llvm.x86.sse.sfence()
 

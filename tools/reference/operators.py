@@ -274,7 +274,8 @@ def _select_keys(c: Case) -> dict[str, Result]:
             scores, most = np.maximum(products, 0).sum(0)[None, ends], a.used - whole
             scores[:, own:] = scores[:, own:] if whole else np.inf
         for i, of_set in enumerate(scores):
-            order = np.argsort(-of_set, kind="stable")[:most]
+            # rounded: BLAS may sum the products of equal keys in different orders
+            order = np.argsort(-of_set.astype(np.float32), kind="stable")[:most]
             found[row, i, : len(order)] = np.sort(order)
     return {"Ids": Result(found.reshape(c.live, -1)[c.rows], c.rows), "Ik": Result(cache)}
 

@@ -125,21 +125,25 @@ def test_rounds_of_few_words_count_for_all_threads(boxes):
         until(lambda number=number, words=words: all(boxes.arrived(number, words)))
 
 
-def test_threads_that_are_ahead_take_no_lines_of_others(code):
+@pytest.mark.parametrize("stripe", (0, 2))
+def test_threads_that_are_ahead_take_no_lines_of_others(code, stripe):
     """One of two is late by two rounds, the second of which is smaller: the other waits for its own lines."""
-    mapped, capacity, lines = RelayCode(code), 4 * LINE, np.zeros(RING, np.int64)
+    unit = LINE << stripe
+    mapped, capacity, lines = RelayCode(code), 4 * unit, np.zeros(RING, np.int64)
     run = mapped.call
     outbox, inbox, asked = aligned(2 * capacity), aligned(2 * capacity), np.zeros(1, np.int64)
-    shares = [job(asked, lines, [(outbox.ctypes.data, [inbox.ctypes.data])], capacity, way, 2) for way in (0, 1)]
-    lines[:3], asked[0] = (4, 4, 2), 3
+    boxes = [(outbox.ctypes.data, [inbox.ctypes.data])]
+    shares = [job(asked, lines, boxes, capacity, way, 2, stripe) for way in (0, 1)]
+    lines[:3], asked[0] = (4 << stripe, 4 << stripe, (2 << stripe) - (stripe > 0)), 3
     outbox[capacity:], outbox[:capacity] = first, second = sent(0, 1, capacity), sent(0, 2, capacity)
     assert run(shares[1].ctypes.data) == 1  # the third round was not sent
     assert (outbox == EMPTY).sum() == capacity
     assert run(shares[0].ctypes.data) == 1
     np.testing.assert_array_equal(inbox, [*second, *first])
-    outbox[capacity : capacity + 2 * LINE] = third = sent(0, 3, 2 * LINE)
+    last = int(lines[2]) * LINE  # the end of the last stripe is no whole one
+    outbox[capacity : capacity + last] = third = sent(0, 3, last)
     assert [run(share.ctypes.data) for share in shares] == [0, 0]
-    np.testing.assert_array_equal(inbox[capacity:], [*third, *first[2 * LINE :]])
+    np.testing.assert_array_equal(inbox[capacity:], [*third, *first[last:]])
     assert (outbox == EMPTY).all()
 
 
