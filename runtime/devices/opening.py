@@ -39,20 +39,14 @@ def open_device(
     kind = artifact.manifest["target"]["kind"]
     log.debug("opens %s: target %s", artifact.path, kind)
     on_host(artifact.manifest["tensors"], n_cpu_moe)  # UserError for an invalid number
-    which = None if name == kind else name
-    if (which is not None and (which in KINDS or kind == "cpu")) or (devices and kind == "cpu"):
-        other = which if which in KINDS else "rocm or vulkan to choose a GPU"
-        asked = f"not '{which}'" if which is not None else "which has no GPUs"
-        raise UserError(f"this model was compiled for target '{kind}', {asked}; compile it with --target {other}")
+    wanted = placement(kind, name, devices, shares)
     if kind == "cpu":
         return _open_cpu(artifact, threads, n_cpu_moe, kv)
-    wanted = Placement(which, devices, shares)
     if artifact.manifest["gpus"] > 1:
         return _open_ranks(artifact, wanted, kv)
     found = division.find(artifact, wanted, n_cpu_moe)
     if not found:
-        which = str(devices[0]) if devices else which
-        return _open_gpu(artifact, threads, which, n_cpu_moe, kv)
+        return _open_gpu(artifact, threads, str(devices[0]) if devices else wanted.device, n_cpu_moe, kv)
     log.info(division.described(found))
 
     def opener(gpu: int, stage: Stage) -> Opener:
@@ -61,6 +55,17 @@ def open_device(
         return lambda: _open_one_of_several(stage.of(artifact), gpu, experts, size)
 
     return StagedDevice(artifact, [opener(*one) for one in found])
+
+
+def placement(kind: str, name: str | None, devices: tuple[int, ...] = (), shares: tuple[float, ...] = ()) -> Placement:
+    """What the arguments of `open_device` choose for a model of that target. UserError for another target's name, for
+    GPUs of target cpu, and for what contradicts itself."""
+    which = None if name == kind else name
+    if which in KINDS or (kind == "cpu" and (which is not None or devices or shares)):
+        other = which if which in KINDS else "rocm or vulkan to choose a GPU"
+        asked = f"not '{which}'" if which is not None else "which has no GPUs"
+        raise UserError(f"this model is for target '{kind}', {asked}; compile it with --target {other}")
+    return Placement(which, devices, shares)
 
 
 def _open_ranks(artifact, wanted: Placement, kv: KvSize) -> TensorDevice:

@@ -17,6 +17,7 @@ from mlc_amd.runtime.engine.token_scores import TokenScore, computed
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.grammars.constraints import Constraint
 from mlc_amd.runtime.images.prompts import ImagePrompts
+from mlc_amd.runtime.images.rows import images_among
 from mlc_amd.runtime.sampling.settings import Sampling, SamplingChanges
 from mlc_amd.runtime.text.chat_template import ChatTemplate
 from mlc_amd.runtime.text.fill_in_middle import FillInMiddle
@@ -157,7 +158,13 @@ class TextEngine(LogitsEngine):
         call = GenerateCall(prompts, chosen, *options)
         if (token := max(call.stop_ids, default=0)) >= self.vocab:
             raise UserError(f"stop_ids has the token {token}: the vocabulary has {self.vocab}")
-        return lambda: call.answers(self.tokenizer, self.cache.longest)
+
+        def make() -> Sequence[Answer]:
+            for ids in prompts:
+                self.features.prepare(images_among(ids).values())
+            return call.answers(self.tokenizer, self.cache.longest)
+
+        return make
 
     def _prompts(self, prompt) -> list[Ids]:
         """The ids of each prompt."""
