@@ -124,6 +124,12 @@ def tasks_of(kind: str, arch: str):
     return [task for task in found if "decode" in task.calls and space(task.workload, arch)], arch
 
 
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch):
+    monkeypatch.setattr(rpc, "POLL", 0.1)
+    monkeypatch.setattr(rpc_client, "POLL", 0.1)
+
+
 # ---- the real thing
 
 
@@ -208,19 +214,23 @@ def test_candidates_of_another_arch_are_refused(loopback):
 
 def test_a_silent_server_is_lost_and_its_work_is_done_by_another(loopback, monkeypatch):
     tasks, arch = tasks_of("cpu", "native")
-    monkeypatch.setattr(rpc_client, "SILENT", 10.0)
-    victim = loopback.serve("silent")
-    messages, jobs = [], [(tasks[-1].workload, plan) for plan in space(tasks[-1].workload, arch).plans[:2]]
+    monkeypatch.setattr(rpc, "HOLD", PATIENCE)
+    victim, messages = loopback.serve("silent"), []
+    first, second = ((tasks[-1].workload, plan) for plan in space(tasks[-1].workload, arch).plans[:2])
 
-    def stop(done, total):
-        if done == 1:
-            os.killpg(victim.pid, signal.SIGSTOP)  # as a machine whose network is gone
-            loopback.serve("silent")
+    def say(text: str) -> None:
+        messages.append(text)
+        if "is lost" in text:
+            monkeypatch.setattr(rpc_client, "SILENT", PATIENCE)  # the other one may be slow
 
-    with rpc.Remote("cpu", arch.name, loopback.place, "silent", workers=1, say=messages.append) as remote:
-        measured = remote.measure(jobs, stop)
+    with rpc.Remote("cpu", arch.name, loopback.place, "silent", workers=1, say=say) as remote:
+        measured = remote.measure([first])
+        os.killpg(victim.pid, signal.SIGSTOP)  # as a machine whose network is gone
+        loopback.serve("silent")
+        monkeypatch.setattr(rpc_client, "SILENT", 1.0)
+        measured += remote.measure([second])
     assert [found.error for found in measured] == [""] * 2
-    assert [text.partition(": ")[2] for text in messages if "is lost" in text] == ["took more than 10 s"]
+    assert [text.partition(": ")[2] for text in messages if "is lost" in text] == ["took more than 1 s"]
 
 
 # ---- without machines
