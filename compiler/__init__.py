@@ -1,0 +1,1 @@
+import mlc_amd.schedules  # noqa: F401 (before TVM)

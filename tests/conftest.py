@@ -19,7 +19,7 @@ from few_functions import few_functions
 from kept_code import keep
 from llvm_levels import unoptimized
 
-from mlc_amd.compiler.codegen import kernel_workers
+from mlc_amd.compiler.codegen import kernel_workers, vulkan_target
 from mlc_amd.compiler.codegen.rocm import find_linker
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.gguf.mmproj import VisionFile
@@ -55,6 +55,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 keep(SHADERS.parent / "code")
 # Processes that compile would import TVM once more each; test_kernel_workers.py has them.
 kernel_workers.MOST = 1
+# Mesa's CPU driver copies for seconds what no cache of a GPU holds.
+vulkan_target.COPY_BYTES = 4 << 20
 # The files that take longest run first, which leaves short ones for workers that finish early. Of those with
 # `lavapipe_model` the first one is long before the others, which find what Mesa made of its shaders.
 LONG = (

@@ -36,7 +36,7 @@ class OpenEncoder(NamedTuple):
 @contextmanager
 def opened(load: LoadOptions) -> Iterator[OpenEncoder]:
     """The image encoder of the options' model, until the end of the `with` block. UserError for a model without one."""
-    artifact = Artifact.open(models.seeing_artifact_path(load), load.verify)
+    artifact = Artifact.open(models.artifact_path(load, sees=True), load.verify)
     device = open_device(artifact, load.device, load.threads, devices=load.devices)
     try:
         yield OpenEncoder(artifact, device, ImageEncoder(artifact, device))
@@ -47,7 +47,7 @@ def opened(load: LoadOptions) -> Iterator[OpenEncoder]:
 
 def write(load: LoadOptions, image: str, output: str) -> None:
     """load: with the model. UserError for a model without an image encoder, or a picture that it cannot take."""
-    picture = decode(picture_bytes(Path(image).expanduser()), image)
+    picture = decode(picture_bytes(image), f"the image {image}")
     with opened(load) as sees:
         features = sees.encoder.encode(sees.tiles(picture))
     with open(Path(output).expanduser(), "wb") as file:

@@ -256,6 +256,9 @@ PRESETS = {
     "llama3-70b": Preset(
         "llama", _sizes(80, 8192, 28672, 64, 8, 128, 128256, 131072, 1e-5, 5e5), rope_freqs=_llama3(8)
     ),
+    "llama3-405b": Preset(
+        "llama", _sizes(126, 16384, 53248, 128, 8, 128, 128256, 131072, 1e-5, 5e5), rope_freqs=_llama3(8)
+    ),
     "llama2-7b": Preset("llama", _sizes(32, 4096, 11008, 32, 32, 128, 32000, 4096, 1e-5, 10000.0)),
     "qwen3-8b": Preset("qwen3", _sizes(36, 4096, 12288, 32, 8, 128, 151936, 40960, 1e-6, 1e6)),
     "qwen3-0.6b": Preset("qwen3", _sizes(28, 1024, 3072, 16, 8, 128, 151936, 40960, 1e-6, 1e6), ()),

@@ -8,8 +8,6 @@ candidates, and those with another device than the first one's, are skipped.
 
 import contextlib
 import math
-import socket
-import struct
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -23,13 +21,12 @@ from tvm.rpc import base
 from mlc_amd.compiler.tuning.database import Checked, Measured
 from mlc_amd.compiler.tuning.local import Local
 from mlc_amd.compiler.tuning.rpc_client import POLL, Client, name_of
-from mlc_amd.compiler.tuning.rpc_server import address
+from mlc_amd.compiler.tuning.rpc_server import address, connect
 from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import read
 
 WAIT = 120.0  # seconds without a server until a run gives up
-TRACKER = 10.0  # seconds that the tracker may take
 PATIENCE = 3.0  # seconds without a server until the user gets a message
 HOLD = 60.0  # seconds after which a server is released between two batches, for other runs
 PART = 8  # candidates that a server takes at once, at most
@@ -57,10 +54,7 @@ class Tracker:
         return tuple(self._ask([base.TrackerCode.REQUEST, key, "", 1])[1])
 
     def _ask(self, message: list) -> list:
-        with socket.create_connection(self.place, TRACKER) as connection:
-            connection.sendall(struct.pack("<i", base.RPC_TRACKER_MAGIC))
-            if struct.unpack("<i", base.recvall(connection, 4))[0] != base.RPC_TRACKER_MAGIC:
-                raise UserError(f"what answers at {self.place[0]}:{self.place[1]} is no tracker; check --tracker")
+        with connect(self.place) as connection:
             base.sendjson(connection, message)
             answer = base.recvjson(connection)
         if answer[0] != base.TrackerCode.SUCCESS:

@@ -19,10 +19,12 @@ import asyncio
 import io
 import json
 import logging
+import math
 import multiprocessing
 import os
 import platform
 import socket
+import struct
 import sys
 import threading
 import time
@@ -35,7 +37,7 @@ from queue import Empty, SimpleQueue
 
 import tvm
 import tvm_ffi
-from tvm.rpc import server
+from tvm.rpc import base, server
 
 from mlc_amd.runtime import extras
 from mlc_amd.runtime.errors import UserError
@@ -47,7 +49,9 @@ PREFIX = "mlc_amd.tune."
 TRACKER_PORT = 9190
 PORTS = range(9091, 9190)  # of servers, as TVM has them
 POLL = 2.0  # seconds that `news` waits
-AGAIN = 1.0  # seconds between two attempts to serve
+AGAIN = 1.0  # seconds between two attempts to serve, or to reach the tracker
+ANSWER = 10.0  # seconds that the tracker may take
+REMINDER = 60.0  # seconds between two messages that it does not answer
 # a peer that is gone without a word is noticed after 40 s
 KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
@@ -78,6 +82,37 @@ def own_address(peer: tuple[str, int]) -> str:
             return probe.getsockname()[0]
     except OSError as e:
         raise UserError(f"there is no way to {peer[0]}: {e.strerror or e}; check the tracker's address") from e
+
+
+def connect(tracker: tuple[str, int]) -> socket.socket:
+    """A connection to TVM's tracker. OSError if it does not answer, UserError if what answers is none."""
+    connection = socket.create_connection(tracker, ANSWER)
+    try:
+        connection.sendall(struct.pack("<i", base.RPC_TRACKER_MAGIC))
+        if struct.unpack("<i", base.recvall(connection, 4))[0] != base.RPC_TRACKER_MAGIC:
+            raise UserError(f"what answers at {tracker[0]}:{tracker[1]} is no tracker; check --tracker")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def wait_for_tracker(tracker: tuple[str, int], say: Callable[[str], None]) -> socket.socket:
+    """A connection on which TVM's server greets the tracker, once that answers. UserError as `connect`."""
+    place, told = f"the tracker at {tracker[0]}:{tracker[1]}", -math.inf
+    while True:
+        try:
+            connect(tracker).close()
+            found = socket.create_connection(tracker, ANSWER)
+        except OSError as e:
+            if time.monotonic() - told >= REMINDER:
+                say(f"{place} does not answer ({e.strerror or e}): waiting for it; Ctrl-C ends this")
+                told = time.monotonic()
+            time.sleep(AGAIN)
+            continue
+        if told > -math.inf:
+            say(f"{place} answers")
+        return found
 
 
 def listen(host: str, ports) -> socket.socket:
@@ -210,7 +245,7 @@ def serve(tracker: tuple[str, int], key: str, device: str | None, host: str | No
     """Serves until it is ended. host: the address to listen at, default the one that this machine has on the way to the
     tracker.
 
-    UserError for a key with blanks, without a way to the tracker, and without a free port.
+    UserError for a key with blanks, without a way to the tracker, for what is none, and without a free port.
     """
     if not key or len(key.split()) != 1 or key != key.strip():
         raise UserError(f"--key '{key}' must be one word")
@@ -224,10 +259,14 @@ def serve(tracker: tuple[str, int], key: str, device: str | None, host: str | No
     say(f"serving at {host}:{port} as '{key}' of the tracker at {tracker[0]}:{tracker[1]}; Ctrl-C ends it")
     for api, what in found.items():
         say(f"  {api:8}{what}")
+    # TVM's own gives up after a minute, and after other errors than a refusal tries again at once, without a word
+    server.base.connect_with_retry = lambda place: wait_for_tracker(place, say)
     while True:
         try:
             # TVM's class for this starts the same loop in another process, out of reach when it fails
             server._listen_loop(listening, port, key, tracker, None, host)
+        except UserError:
+            raise
         except Exception as e:  # whatever comes in, and a session that dies, ends TVM's loop
             say(f"a session failed ({e}); serving on")
             os.chdir(home)

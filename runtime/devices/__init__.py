@@ -1,61 +1,74 @@
-"""Devices run plans. They share a protocol:
+"""Devices run the functions of an artifact's plan. An engine sees one device, which may consist of several GPUs.
 
-Device(artifact, threads) -> checks that this machine can run the artifact, maps or uploads weights, allocates KV cache
-                             and arena
-.kv_types                    shapes and types of the cache's tensors, with the pages that they have
-.write(name, values)         fills the first part of an io buffer ("state", "tokens" ..)
-.fill(name, rows, put)       the same of so many rows, which `put(array)` writes: where the device takes them, if it can
-.run(function, meanwhile)    runs one function of the plan and waits; GPUs run long steps in pieces (pieces.py).
-                             meanwhile: optional: is called once and writes LATE io buffers (io_names.py); a GPU
-                             computes what does not read these at the same time. Its errors are raised when it is idle
-.feed(function)              runs a function whose results nobody wants, and need not wait for all of it: `run` or
-                             another `feed` follows before anything else
-.can_start_ahead(function, late)  whether a run of that function may start while another one is in progress; late: also
-                             before its LATE inputs are known; if so, the methods up to `wait` exist
-.prepare(function, ahead, late)  what `start`, or `start_ahead`, would do at its first call, which may take long
-.start(function, meanwhile)  `run` without waiting
-.start_ahead(function, late) starts another run of the same function and rows while one is in progress: its tokens are
-                             those that the other one samples (`sampled`), its other inputs what was written since. One
-                             such run at a time
-.complete_inputs(function)   the LATE inputs of a run that was started before they were known have been written
-.wait()                      waits for the oldest of these runs; `read` returns its results, but for rows of `logits`
-                             while another one is in progress
-.run_plain(function)         the same launch by launch, without what was recorded or captured at load: for comparison
-.read(name, rows, first=0)   rows first to rows - 1 of an io buffer as a NumPy array, valid until the next run
+opening.py opens the device of an artifact: CpuDevice (cpu.py), VulkanDevice (vulkan/), HipDevice (hip/), or several
+GPUs as one: StagedDevice (staged.py: each has some of the layers), TensorDevice (tensor.py: each has a part of every
+layer).
+
+A function computes one *step*: some rows, one for each token. Its inputs and results are *io buffers*, which have names
+(artifact/io_names.py). LATE io buffers are inputs that only the last launches of a function read, so the host may write
+them while the first launches run. The protocol of all devices:
+
+Device(artifact, threads)    checks that this machine can run the artifact; maps or uploads the weights; allocates the
+KV
+                             cache and the arena
+.kv_types                    {name: (shape, dtype)} of the KV cache's tensors; the first dimension is the device's pages
+.write(name, values)         writes the first rows of an io buffer ("state", "tokens" ..)
+.fill(name, rows, put)       calls `put(array)`, which writes the first `rows` rows of an io buffer; the array is the io
+                             buffer itself where the host can write to it
+.run(function, meanwhile)    runs a function and waits for its end. GPUs run long steps in pieces (pieces.py).
+meanwhile:
+                             an optional callable that writes the LATE io buffers; a GPU computes at the same time
+                             what does not read them. An error of `meanwhile` is raised after the GPU has become idle
+.feed(function)              runs a function whose results the caller does not need. It may return before the end; the
+                             caller's next call must be `run` or `feed`
+.can_start_ahead(function, late)  whether a run of the function may start while another run is in progress; late: even
+                             before its LATE inputs are written. Only if it is true, the methods up to `wait` exist
+.prepare(function, ahead, late)  does the slow work of the first `start` (ahead: of the first `start_ahead`) in advance
+.start(function, meanwhile)  like `run`, but returns without waiting
+.start_ahead(function, late) starts another run of the function that is in progress, with the same rows. Its tokens are
+                             those that the run in progress samples (`sampled`); its other inputs are those that were
+                             written after the start of that run. There can be one such run at a time
+.complete_inputs(function)   to be called when the LATE inputs of a run have been written that started without them
+.wait()                      waits for the oldest run in progress. Then `read` returns its results; `logits` only if no
+                             other run is in progress
+.run_plain(function)         like `run`, but submits each launch separately, without recorded command buffers or graphs:
+                             for comparison
+.read(name, rows, first=0)   rows first .. rows-1 of an io buffer as a NumPy array, valid until the next run
 .clear()                     zeros the KV cache
-.page_parts(span)            of each cache with pages of that span: (name, bytes of a page)
-.read_pages(span, pages)     what these pages hold, uint8 [pages, bytes]: a page's part in each cache, in the order of
-                             `page_parts`. No run may be in progress
-.write_pages(span, pages, contents)  the reverse
-.page_memory(span, count)    memory of the host for what pages hold, uint8 [count, bytes], rows of which `write_pages`
-                             takes as they stand; lives as long as the device
-.close()                     releases memory and the device; nothing else may be called afterwards
-.time(function)              optional: runs a function; (kernel, seconds, gap before it in seconds) of each launch
-.waited                      seconds that all runs spent waiting for the device
+.page_parts(span)            [(name, bytes of a page)] of each KV tensor with pages of that span
+.read_pages(span, pages)     contents of pages of the KV cache, uint8 [pages, bytes]: for each page its bytes in each KV
+                             tensor, in the order of `page_parts`. No run may be in progress
+.write_pages(span, pages, contents)  writes such contents to pages
+.page_memory(span, count)    host memory for the contents of pages, uint8 [count, bytes]: `write_pages` can use its rows
+                             without a copy. It lives as long as the device
+.close()                     releases memory and the device. No other method may be called afterwards
+.time(function)              optional: runs a function; returns [(kernel, seconds, seconds of the gap before it)] of all
+                             launches
+.waited                      total seconds for which runs waited for the device
 .on_host                     whether it computes on the host's cores
-.copy_bandwidth()            optional: bytes per second, reads plus writes, of a copy in device memory; 0.0 if unknown
+.copy_bandwidth()            optional: bytes per second (reads plus writes) of a copy in device memory; 0.0 if unknown
 
-Of a GPU that is a stage of several (staged.py), which one thread at a time may use:
+A GPU that is one of several also has these methods. One thread at a time may use it:
 
 .begin(function)             starts a run
-.finished()                  whether it is done; then `read` returns its results. To be called until it is true
-.connect(before, after)      once, at first: the `Handover`s through which runs receive bytes of the stage before, and
-                             hand over bytes to the next one
-.hand_over(received, sent)   the parts of these that the next run uses
-.run_plain, .time            take `meanwhile`, too, which is called once the GPU computes
-.exchange_through(boxes)     before anything else, where kernels exchange parts while they run: the addresses that they
-                             get, by name (artifact/manifest.py's `boxes_of`). Returns an iterator, which pauses after
-                             each start of a step: all GPUs compute it at the same time
+.finished()                  whether the run is done; call it repeatedly until it is true, then `read` returns results
+.connect(before, after)      called once, first: the `Handover`s (handover.py) from which runs receive the data of other
+                             GPUs, and to which they send data
+.hand_over(received, sent)   chooses the parts of the two `Handover`s that the next run uses
+.run_plain, .time            have a parameter `meanwhile`, a callable that they call once the GPU computes
+.exchange_through(boxes)     called before any run, where kernels exchange parts while they run (exchange/). boxes:
+                             {name: address} (names: `boxes_of` of artifact/manifest.py). Returns an iterator that
+                             pauses after each step that it starts, because all GPUs must run that step at the same time
 
-Of several GPUs that compute parts of the same rows:
+TensorDevice also has:
 
-.can_run_beside(function)    whether a chunk computed by that function may be computed beside the next run, which is
-                             faster than one after the other: then `run_beside` exists
-.run_beside(function)        the next run computes this one, too, with the inputs that were written: both compute at the
-                             same time, this one first in each layer
+.can_run_beside(function)    whether a chunk of a prompt can be computed by that function at the same time as the next
+                             run, which is faster than one after the other. Only if it is true, `run_beside` exists
+.run_beside(function)        makes the next `run` also compute this function, with the inputs written so far. In each
+                             layer this function comes first
 
-Of several GPUs that have layers each:
+StagedDevice also has:
 
-.in_flight                   how many steps may be started before the oldest is waited for
-.discard()                   waits for steps whose results nobody wants any more
+.in_flight                   how many steps may be started before the caller must wait for the oldest
+.discard()                   waits for all steps, and drops their results
 """

@@ -1,4 +1,4 @@
-"""The GPU that the user selects with --device or $MLC_AMD_DEVICE: by its number or a part of its name."""
+"""Finds the GPUs that match the user's --device or $MLC_AMD_DEVICE: a number, or a part of a name."""
 
 import os
 from collections.abc import Sequence
@@ -23,14 +23,15 @@ _Gpu = TypeVar("_Gpu", bound=Numbered)
 
 
 def selection(wanted: str | None) -> str:
-    """The user's selection: `wanted`, else the environment's; "" for none."""
+    """The text of the user's selection: `wanted`, or $MLC_AMD_DEVICE if that is None; "" without a selection."""
     return os.environ.get(VARIABLE, "") if wanted is None else wanted
 
 
 def selected(gpus: Sequence[_Gpu], wanted: str | None, api: str) -> list[_Gpu]:
-    """The GPUs that the user selects, in order. wanted: --device, or None; api: for the UserError if there are none."""
+    """The GPUs of `gpus` that match the user's selection, in the same order. wanted: the value of --device, or None.
+    api: name of the API for the message. Raises UserError if none match."""
     text = selection(wanted)
-    numbered = [gpu for gpu in gpus if str(gpu.index) == text]  # no GPU: a number may still be a part of names
+    numbered = [gpu for gpu in gpus if str(gpu.index) == text]  # if empty, digits may still be part of a name: "7900"
     found = numbered or [gpu for gpu in gpus if text.lower() in gpu.name.lower()]
     if not found:
         flag = VARIABLE if wanted is None else "--device"

@@ -19,17 +19,17 @@
 #include <time.h>
 
 enum {
-    LINE = 128,           /* bytes: processors fetch lines of 64 in pairs */
+    LINE = 128,           /* bytes: processors fetch cache lines of 64 bytes in pairs */
     MAX_THREADS = 1024,
     STEAL_SPINS = 30,     /* polls of an unclaimed task before the main thread steals it: about 1 us */
     SPINS = 200,          /* polls before a waiting thread yields its core: 5 to 10 us */
     YIELDS = 2000,        /* yields before it sleeps: a few milliseconds */
-    BETWEEN = 32,         /* polls between two yields: to yield all the time makes the next step 5 % slower */
-    TASK_NS = 50000,      /* target duration of the tasks of a long job */
-    MAX_TASKS = 8,        /* per thread, of a long job */
-    HISTORY = 1024,       /* jobs whose duration is remembered */
-    ALIGN = 128,          /* bytes, of scratch memory */
-    KEPT = 8,             /* scratch buffers that a thread caches */
+    BETWEEN = 32,         /* polls between two yields: without them the next step is 5 % slower */
+    TASK_NS = 50000,      /* target duration of a task of a long job, in ns */
+    MAX_TASKS = 8,        /* upper limit of the tasks per thread of a long job */
+    HISTORY = 1024,       /* entries of the table of job durations */
+    ALIGN = 128,          /* bytes: alignment of scratch memory */
+    KEPT = 8,             /* scratch buffers that a thread keeps for later calls */
 };
 
 typedef struct {
@@ -52,7 +52,7 @@ static struct {
     pthread_cond_t wake;
 } pool = {.threads = 1, .launching = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
 
-/* Thread i, and task i of each job, whichever thread runs it. */
+/* The state of thread i, and of task i of the current job. Another thread may run task i. */
 static struct {
     _Alignas(LINE) atomic_uint taken;       /* number of the last job whose task i was claimed, by raising this */
     _Alignas(LINE) atomic_uint done;        /* number of the last job whose task i is complete; `pool` is not changed before all are */
@@ -97,14 +97,14 @@ static void announce(void) {
     }
 }
 
-/* Claims the task of that member for the caller. False if it is taken, or the job is over. */
+/* Claims the task of this member for the caller. Returns false if it is taken already, or if the job is over. */
 static int take(int member, unsigned job) {
     unsigned before = job - 1;
     return atomic_load_explicit(&members[member].taken, memory_order_relaxed) == before &&
            atomic_compare_exchange_strong(&members[member].taken, &before, job);
 }
 
-/* Runs the task of that member, which the caller has claimed, and then unclaimed tasks. */
+/* Runs the task of this member, which the caller has claimed, and then unclaimed tasks of the job. */
 static void work(int member, unsigned job) {
     int failed = 0;
     inside = 1;
@@ -134,7 +134,7 @@ static void stop(void) {
     pool.threads = 1;
 }
 
-/* A forked process has the calling thread only. */
+/* After a fork, the child has only the thread that called fork. */
 static void after_fork(void) {
     pool.threads = 1;
     atomic_store(&pool.sleeping, 0);
@@ -143,7 +143,7 @@ static void after_fork(void) {
     pthread_cond_init(&pool.wake, NULL);
 }
 
-/* Resizes the pool to `threads` threads, including the caller. Returns their number, which is lower if the system grants no more. */
+/* Resizes the pool to `threads` threads, including the caller. Returns the new size, which is lower if the system grants no more threads. */
 int mlc_amd_start_threads(int threads) {
     static int prepared;
     threads = threads < 1 ? 1 : threads > MAX_THREADS ? MAX_THREADS : threads;
@@ -178,7 +178,7 @@ static int64_t now_ns(void) {
     return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }
 
-/* TVMBackendParallelLaunch: runs job(task, group, data) for each task of a group whose size it chooses. -1 if one fails. */
+/* TVMBackendParallelLaunch: runs job(task, group, data) for each task of a group, whose size it chooses. Returns -1 if a task fails. */
 int mlc_amd_launch(Job job, void *data, int tasks) {
     (void)tasks;
     int serially = inside || pthread_mutex_trylock(&pool.launching);                  /* nested or busy */
@@ -222,7 +222,7 @@ typedef struct {
     int32_t count;
 } Call;
 
-/* Calls kernels in order. Returns the index of the first that fails, -1 if none does. */
+/* Calls kernels in order. Returns the index of the first kernel that fails, or -1 if none fails. */
 int mlc_amd_replay(const Call *calls, int count) {
     for (int i = 0; i < count; i++) {
         Any result = {0, 0};

@@ -1,5 +1,6 @@
-"""The cpu device: runs the compiled kernels of `kernels.so` on NumPy memory, on the thread pool linked into them
-(`cpu.c`). Of TVM it needs only the function interface (apache-tvm-ffi)."""
+"""The device of target cpu: calls the compiled kernels of `kernels.so` with NumPy arrays. Kernels run on the thread
+pool of `cpu.c`, which is linked into `kernels.so`. The only part of TVM that is needed is its function interface
+(apache-tvm-ffi)."""
 
 import contextlib
 import ctypes
@@ -19,23 +20,23 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.folders import temporary
 from mlc_amd.runtime.host import HOST_PART, available_memory, available_threads, cpu_flags
 
-ALIGNMENT = 64  # bytes, of all that kernels read and write
-_TENSOR = 70  # kTVMFFITensor: an argument is a tensor object
+ALIGNMENT = 64  # bytes: alignment of every array that kernels read or write
+_TENSOR = 70  # kTVMFFITensor: the type index of an argument that is a tensor
 _PIECE = 32  # launches of a replay between two checks for signals
 
-# Functions of TVM's backend API that kernels call, and their implementations in cpu.c.
+# Function of TVM's backend API that kernels call: its implementation in cpu.c.
 _CALLS = {
     "TVMBackendParallelLaunch": "mlc_amd_launch",
     "TVMBackendAllocWorkspace": "mlc_amd_scratch",
     "TVMBackendFreeWorkspace": "mlc_amd_free_scratch",
 }
-_loaded: dict[str, tuple[tvm_ffi.Module, ctypes.CDLL]] = {}  # by the digest of their content
-_pool: ctypes.CDLL | None = None  # the library whose thread pool this process uses: the first that was loaded
+_loaded: dict[str, tuple[tvm_ffi.Module, ctypes.CDLL]] = {}  # key: SHA-256 of the file's content
+_pool: ctypes.CDLL | None = None  # the first library that was loaded: this process uses its thread pool
 
 
 def _load(path: Path) -> tuple[tvm_ffi.Module, ctypes.CDLL]:
-    """A library, loaded by its content: the system's loader would return an earlier library of the same path, whatever
-    the file holds now. RuntimeError or OSError if it cannot be loaded."""
+    """Loads a library. The system's loader identifies libraries by path, and would return an old one for a file that
+    was replaced; so this function identifies them by content. Raises RuntimeError or OSError if loading fails."""
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     if digest not in _loaded:
@@ -49,7 +50,8 @@ def _load(path: Path) -> tuple[tvm_ffi.Module, ctypes.CDLL]:
 
 
 class Kernels:
-    """A kernel library with this process's thread pool. RuntimeError, OSError or AttributeError if it does not load."""
+    """A kernel library, connected to this process's thread pool. Raises RuntimeError, OSError or AttributeError if it
+    cannot be loaded."""
 
     def __init__(self, path: Path):
         global _pool
@@ -58,12 +60,13 @@ class Kernels:
         for name, implementation in _CALLS.items():
             try:
                 pointer = ctypes.c_void_p.in_dll(self._library, f"__{name}")
-            except ValueError:  # none of its kernels calls it
+            except ValueError:  # no kernel of this library calls this function
                 continue
             pointer.value = _address(getattr(_pool, implementation))
 
     def call(self, name: str, arrays: Sequence[np.ndarray]) -> "KernelCall | None":
-        """A call of a kernel on these arrays, which are not checked; None for an unknown name."""
+        """A call of the kernel `name` with these arrays, whose shapes and dtypes are not checked. None if the library
+        has no such kernel."""
         function = self._module.get_function(name)
         if function is None:
             return None
@@ -83,13 +86,13 @@ def _threads() -> ctypes.CDLL:
 
 
 class _Native(ctypes.Structure):
-    """`KernelCall` of cpu.c."""
+    """The struct `KernelCall` of cpu.c."""
 
     _fields_ = (("kernel", ctypes.c_void_p), ("arguments", ctypes.c_void_p), ("count", ctypes.c_int32))
 
 
 class KernelCall:
-    """A kernel and its arguments, called directly or as part of a `Replay`."""
+    """A kernel and its arguments. It can be called directly, or be part of a `Replay`."""
 
     def __init__(self, function, address: int, tensors: list):
         self.function, self.tensors = function, tensors
@@ -102,7 +105,8 @@ class KernelCall:
 
 
 class Replay:
-    """Calls that few native calls run: one from Python takes as long as a small kernel. Signals are handled between."""
+    """A list of kernel calls, of which cpu.c runs _PIECE at a time: calling each from Python would take as long as a
+    small kernel itself. Python handles signals between two pieces."""
 
     def __init__(self, calls: list[KernelCall]):
         self._calls = calls
@@ -117,24 +121,26 @@ class Replay:
 
 
 def start_threads(threads: int) -> None:
-    """Resizes the thread pool of a loaded `Kernels`. UserError if the system grants fewer threads."""
+    """Resizes the process's thread pool. A `Kernels` must exist. Raises UserError if the system grants fewer
+    threads."""
     if (started := _threads().mlc_amd_start_threads(threads)) < threads:
         raise UserError(f"the system grants this process only {started} of {threads} threads; use fewer")
 
 
 def _zeros(shape, dtype) -> np.ndarray:
-    """Zeroed, page-aligned memory that takes no RAM before it is written. It is private and in huge pages where the
-    system has them: with a long context the TLB does not cover the cache with small pages."""
+    """Zeroed, page-aligned memory, which takes no RAM before it is written. It is in huge pages where the system has
+    them: with small pages, the TLB does not cover the KV cache of a long context."""
     dtype, count = np.dtype(dtype), int(np.prod(shape, dtype=np.int64))
     memory = mmap.mmap(-1, max(count * dtype.itemsize, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # an operating system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, dtype, count).reshape(shape)
 
 
 class CpuDevice:
-    """See runtime/devices/__init__.py for the protocol. `threads`: all usable cores by default. kv: how large the cache
-    is; "auto" takes half of what the weights leave of the available memory."""
+    """See runtime/devices/__init__.py for the protocol. threads: number of threads, by default one for each usable
+    core.
+    kv: the size of the KV cache; "auto" takes half of the available memory that the weights leave."""
 
     kind, on_host = "cpu", True
 
@@ -202,7 +208,7 @@ class CpuDevice:
             array = self.kv[where]
         else:
             array = self.io[where]
-        if array.ctypes.data % ALIGNMENT:  # kernels rely on it without checking
+        if array.ctypes.data % ALIGNMENT:  # kernels assume the alignment without a check
             raise UserError(
                 f"{self.artifact.path} has {where} at an address that is no multiple of {ALIGNMENT}; compile the "
                 "model again"
@@ -218,7 +224,7 @@ class CpuDevice:
         put(self.io[name][:rows])
 
     def run(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
-        if meanwhile:  # not concurrently: its threads would compete with those of the kernels
+        if meanwhile:  # before the kernels, not beside them: both would compete for the same cores
             meanwhile()
         start = time.perf_counter()
         self._replays[function]()
@@ -255,7 +261,7 @@ class CpuDevice:
         return page_parts(self.artifact.manifest, span)
 
     def _page_bytes(self, span: int) -> list[np.ndarray]:
-        """Each cache of a span, uint8 [pages, bytes]."""
+        """The KV tensors of a span, each as uint8 [pages, bytes of its part of a page]."""
         return [self.kv[name].view(np.uint8).reshape(-1, count) for name, count in self.page_parts(span)]
 
     def read_pages(self, span: int, pages: Sequence[int]) -> np.ndarray:
@@ -271,6 +277,6 @@ class CpuDevice:
         return np.empty((count, sum(nbytes for _, nbytes in self.page_parts(span))), np.uint8)
 
     def close(self) -> None:
-        """Releases all memory; kernels stay loaded."""
+        """Releases all memory. The kernel libraries stay loaded."""
         self._replays, self._launches, self.kv, self.io = {}, {}, {}, {}
         self.arena = np.empty(0, np.uint8)

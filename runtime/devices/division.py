@@ -1,8 +1,8 @@
-"""Which GPUs a model runs on, and which of its layers each has.
+"""Decides which GPUs a model runs on, and which layers each GPU has.
 
-In: an artifact and what the user asks for. Out: the GPUs' numbers and `Stage`s. Without a choice of the user's a model
-runs on the best GPU if it fits there, else on as few as hold it, the best first, each with a part that its free memory
-determines.
+In: an artifact and the user's options (`Placement`). Out: numbers of GPUs and their `Stage`s. Without such options a
+model runs on the best GPU if it fits there, otherwise on the fewest GPUs that hold it, the best ones first. The layers
+are divided in proportion to the free memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,8 +18,8 @@ from mlc_amd.runtime.errors import UsageError, UserError
 
 @dataclass(frozen=True)
 class Placement:
-    """What the user asks for. device: of `open_device`; devices: numbers of GPUs, () without a choice; shares: of the
-    layers that each has, () by free memory."""
+    """The user's options. device: the name of one GPU, as `open_device` takes it. devices: numbers of GPUs (--devices),
+    () if not given. shares: proportions of the layers, one for each GPU (--tensor-split), () for free memory."""
 
     device: str | None = None
     devices: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """index: the GPU's number; free: bytes."""
+    """A GPU. index: its number; free: its free memory in bytes."""
 
     index: int
     name: str
@@ -44,8 +44,8 @@ class GpuMemory:
 
 
 def find(artifact, wanted: Placement, n_cpu_moe: int = 0) -> list[tuple[int, Stage]]:
-    """(GPU, its stage) of each GPU; none: the whole model runs on one, which is chosen as usual. UserError for GPUs
-    that are not here, and for more than there are layers. n_cpu_moe: of `open_device`."""
+    """[(GPU's number, its stage)]; empty if the whole model runs on one GPU, which the caller then chooses. n_cpu_moe:
+    see `open_device`. Raises UserError for GPUs that do not exist, and for more GPUs than layers."""
     alone = len(wanted.devices) == 1 or len(wanted.shares) == 1
     if alone or artifact.manifest["target"]["kind"] == "cpu" or selection(wanted.device):
         return []
@@ -64,8 +64,8 @@ def find(artifact, wanted: Placement, n_cpu_moe: int = 0) -> list[tuple[int, Sta
 
 
 def of_tensors(manifest: Manifest, wanted: Placement) -> list[int]:
-    """The GPU of each part of a model that was compiled for several by tensor: those that the user names, or the best.
-    UserError for another number of them, and for GPUs that are not here."""
+    """The numbers of the GPUs, in the order of ranks, for a model that was compiled with --split tensor: those that the
+    user names, or the best ones. Raises UserError for another number of GPUs, and for GPUs that do not exist."""
     gpus, count = [*_of_kind(manifest, several=bool(wanted.devices))], manifest["gpus"]
     if wanted.device is not None or wanted.shares or len(wanted.devices) not in (0, count):
         raise UserError(f"this model was compiled for {count} GPUs (--split tensor): name {count} with --devices")
@@ -79,7 +79,8 @@ def of_tensors(manifest: Manifest, wanted: Placement) -> list[int]:
 
 
 def _as_few_as_hold_it(artifact, found: Iterator[GpuMemory], n_cpu_moe: int) -> list[tuple[int, Stage]]:
-    """found: the others are asked only if the best one does not hold the model."""
+    """found: the GPUs, the best first; the iterator is read beyond the best GPU only if that does not hold the
+    model."""
     best = next(found, None)
     if best is None or of_manifest(artifact.manifest).device(n_cpu_moe) <= best.free:
         return []
@@ -88,11 +89,11 @@ def _as_few_as_hold_it(artifact, found: Iterator[GpuMemory], n_cpu_moe: int) -> 
         pairs = list(zip(gpus, _divided(artifact, gpus[:count], ()), strict=False))
         if all(of_manifest(stage.manifest).device(n_cpu_moe) <= gpu.free for gpu, stage in pairs):
             return [(gpu.index, stage) for gpu, stage in pairs]
-    return []  # the best GPU's error says what would fit it
+    return []  # opening the best GPU raises the error, which says what would fit
 
 
 def _check_known(devices: Sequence[int], gpus: Sequence[GpuMemory]) -> dict[int, GpuMemory]:
-    """The GPUs by number. UserError for a number that is none of theirs."""
+    """{number: GPU} of `gpus`. Raises UserError if a number in `devices` is not among them."""
     known = {gpu.index: gpu for gpu in gpus}
     if absent := [index for index in devices if index not in known]:
         there = ", ".join(f"{gpu.index}: {gpu.name}" for gpu in gpus) or "none that runs this model"
@@ -107,7 +108,8 @@ def _divided(artifact, gpus: Sequence[GpuMemory], shares: Sequence[float]) -> li
 
 
 def cache_size(kv: KvSize, stage: Stage, artifact) -> KvSize:
-    """The size of a stage's part of the cache, where it is given in bytes."""
+    """The size of a stage's part of the KV cache. Where `kv` is in bytes, these are divided in proportion to the paged
+    memory of the stages."""
     if kv.memory is None:
         return kv
     fixed, paged = _cache_bytes(stage.manifest)
@@ -116,21 +118,21 @@ def cache_size(kv: KvSize, stage: Stage, artifact) -> KvSize:
 
 
 def _cache_bytes(manifest: Manifest) -> tuple[int, int]:
-    """Of kept tensors: those of any cache, those of one sequence's pages and states."""
+    """(bytes of the KV tensors whose size is fixed, bytes of the paged ones for one sequence)."""
     paged = sum(nbytes(entry) for entry in manifest["kv"] if "span" in entry)
     return sum(map(nbytes, manifest["kv"])) - paged, paged
 
 
 def described(found: Sequence[tuple[int, Stage]]) -> str:
-    """For a line to the user: how many layers each GPU has, and the memory of these."""
+    """A line for the log: the number of layers on each GPU, and the memory that they take."""
     sizes = [gib(of_manifest(stage.manifest).device()) for _, stage in found]
     parts = [f"{stage.layers} ({size}) on GPU {gpu}" for (gpu, stage), size in zip(found, sizes, strict=True)]
     return "layers are divided: " + ", ".join(parts)
 
 
 def _of_kind(manifest, several: bool) -> Iterator[GpuMemory]:
-    """The GPUs that can run the artifact, the best first. several: also those that the user must ask for: CPUs that
-    act as one, and APUs, whose memory is the host's."""
+    """The GPUs that can run the artifact, the best first. several: also those that are used beside others only if the
+    user names them: drivers that run on the CPU, APUs (they share the host's memory), and second drivers of a GPU."""
     if manifest["target"]["kind"] == "vulkan":
         from mlc_amd.runtime.devices.vulkan.gpu import list_gpus, missing, preferred
 

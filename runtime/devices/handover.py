@@ -1,8 +1,8 @@
-"""Host memory through which GPUs hand over to others what they computed (staged.py, tensor.py): all read and write it
-themselves.
+"""Host memory through which one GPU passes activations to another (staged.py, tensor.py). The GPUs read and write it
+themselves; the host copies nothing.
 
-It has PARTS: the one GPU writes a step to one of them while the other may still read the step before. Steps that are
-computed at the same time have PARTS each.
+It is double-buffered: it has PARTS = 2 parts, so that one GPU can write a step's data while the other still reads that
+of the step before. Steps that are computed at the same time have PARTS parts each.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 PARTS = 2
-APART = 1 << 20  # bytes from which on a copy takes longer than to make one queue of a GPU wait for another
-PAGE = 1 << 16  # bytes: drivers import whole pages of host memory, and this is the largest that they use
+APART = 1 << 20  # bytes: copies of at least this size take longer than the synchronization of two queues of a GPU
+PAGE = 1 << 16  # bytes: drivers import whole pages of host memory; this is the largest page size among them
 
 
 class Handover:
-    """nbytes: of a part; addresses: of the parts. It must live as long as a device uses it."""
+    """The memory. nbytes: size of a part, rounded up to PAGE; addresses: of the parts. The object must outlive the
+    devices that use it."""
 
     def __init__(self, nbytes: int, parts: int = PARTS):
         self.nbytes = -(-max(nbytes, 1) // PAGE) * PAGE
@@ -26,22 +27,24 @@ class Handover:
 
 
 def size(function: Mapping, key: str) -> int:
-    """Bytes that a function "sends" or "receives"."""
+    """The number of bytes that a function "sends" or "receives" (key). function: an entry of the manifest."""
     return sum(end - first for first, end in function.get(key, ()))
 
 
 def is_large(function: Mapping, key: str) -> bool:
-    """Whether these bytes have a queue of their own, where there is one."""
+    """Whether these bytes are copied on a separate queue, if the device has one."""
     return size(function, key) >= APART
 
 
 def takes_turns(functions: Mapping[str, Mapping]) -> bool:
-    """Whether runs may compute while others' bytes cross: those of GPUs that compute parts of the same rows."""
+    """Whether the GPU may compute one run while the data of another is copied: so with --split tensor, where two runs
+    alternate."""
     return any("own" in function for function in functions.values())
 
 
 def spans(function: Mapping, key: str) -> Iterator[tuple[int, int, int]]:
-    """(first, end, place in the memory) of the bytes of the arena that a function "sends" or "receives"."""
+    """(first, end, place) of each range that a function "sends" or "receives" (key): bytes first .. end-1 of the arena,
+    from byte `place` of a part on."""
     at = 0
     places = function.get(f"{key}_at")
     for i, (first, end) in enumerate(function.get(key, ())):
@@ -50,5 +53,5 @@ def spans(function: Mapping, key: str) -> Iterator[tuple[int, int, int]]:
 
 
 def between(functions: Sequence[Mapping]) -> Handover:
-    """For what the functions of a stage hand over."""
+    """A `Handover` that is large enough for each of a stage's functions."""
     return Handover(max((size(function, "sends") for function in functions), default=0))

@@ -30,27 +30,23 @@ def open_device(
     devices: tuple[int, ...] = (),
     shares: tuple[float, ...] = (),
 ):
-    """The device for an artifact's target. UserError if it cannot run here. name: the target's own kind; or, for
-    targets rocm and vulkan, which GPU: its number as `mlc-amd doctor` lists it, or a part of its name. devices: numbers
-    of several GPUs; shares: of the layers that each of these has, by default by free memory. kv: how large the cache
-    is. n_cpu_moe: of GPUs with their own memory, how many first layers' experts stay in host memory."""
+    """Opens the device of an artifact's target. Raises UserError if the artifact cannot run on this machine.
+
+    name: the kind of the target ("cpu", "rocm", "vulkan"); or a GPU: its number in `mlc-amd doctor`, or a part of its
+    name. threads: of target cpu. devices: numbers of several GPUs, which share the model. shares: the proportion of
+    layers of each of them, by default that of their free memory. kv: the size of the KV cache. n_cpu_moe: the experts
+    of so many first layers stay in host memory, on GPUs with memory of their own."""
     kind = artifact.manifest["target"]["kind"]
     log.debug("opens %s: target %s", artifact.path, kind)
     on_host(artifact.manifest["tensors"], n_cpu_moe)  # UserError for an invalid number
-    which = None if name == kind else name
-    if (which is not None and (which in KINDS or kind == "cpu")) or (devices and kind == "cpu"):
-        other = which if which in KINDS else "rocm or vulkan to choose a GPU"
-        asked = f"not '{which}'" if which is not None else "which has no GPUs"
-        raise UserError(f"this model was compiled for target '{kind}', {asked}; compile it with --target {other}")
+    wanted = placement(kind, name, devices, shares)
     if kind == "cpu":
         return _open_cpu(artifact, threads, n_cpu_moe, kv)
-    wanted = Placement(which, devices, shares)
     if artifact.manifest["gpus"] > 1:
         return _open_ranks(artifact, wanted, kv)
     found = division.find(artifact, wanted, n_cpu_moe)
     if not found:
-        which = str(devices[0]) if devices else which
-        return _open_gpu(artifact, threads, which, n_cpu_moe, kv)
+        return _open_gpu(artifact, threads, str(devices[0]) if devices else wanted.device, n_cpu_moe, kv)
     log.info(division.described(found))
 
     def opener(gpu: int, stage: Stage) -> Opener:
@@ -61,8 +57,19 @@ def open_device(
     return StagedDevice(artifact, [opener(*one) for one in found])
 
 
+def placement(kind: str, name: str | None, devices: tuple[int, ...] = (), shares: tuple[float, ...] = ()) -> Placement:
+    """What the arguments of `open_device` choose for a model of that target. UserError for another target's name, for
+    GPUs of target cpu, and for what contradicts itself."""
+    which = None if name == kind else name
+    if which in KINDS or (kind == "cpu" and (which is not None or devices or shares)):
+        other = which if which in KINDS else "rocm or vulkan to choose a GPU"
+        asked = f"not '{which}'" if which is not None else "which has no GPUs"
+        raise UserError(f"this model is for target '{kind}', {asked}; compile it with --target {other}")
+    return Placement(which, devices, shares)
+
+
 def _open_ranks(artifact, wanted: Placement, kv: KvSize) -> TensorDevice:
-    """Of a model that was compiled for several GPUs by tensor."""
+    """Opens the GPUs of a model that was compiled with --split tensor: one rank of the artifact on each."""
     gpus = artifact.manifest["gpus"]
     chosen = division.of_tensors(artifact.manifest, wanted)
     size = kv if kv.memory is None else replace(kv, memory=kv.memory // gpus)
@@ -79,9 +86,9 @@ def _open_cpu(artifact, threads: int | None, n_cpu_moe: int, kv: KvSize):
     if importlib.util.find_spec("tvm_ffi") is None:
         raise UserError(
             "this model was compiled for target 'cpu', which needs the package apache-tvm-ffi: install it with pip "
-            "(bundles have it that were made of a model for that target)"
+            "(a bundle contains it if `mlc-amd deploy` made it from a model for target cpu)"
         )
-    from mlc_amd.runtime.devices.cpu import CpuDevice  # loads tvm_ffi
+    from mlc_amd.runtime.devices.cpu import CpuDevice  # imports tvm_ffi
 
     if n_cpu_moe:
         log.warning("--n-cpu-moe has no effect: target cpu has all weights in host memory")
@@ -89,7 +96,7 @@ def _open_cpu(artifact, threads: int | None, n_cpu_moe: int, kv: KvSize):
 
 
 def _open_one_of_several(artifact, gpu: int, n_cpu_moe: int, kv: KvSize):
-    """Errors say of which GPU they are."""
+    """Opens one of several GPUs; a UserError's message starts with the GPU's number."""
     try:
         return _open_gpu(artifact, None, str(gpu), n_cpu_moe, kv)
     except UserError as e:

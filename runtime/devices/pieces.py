@@ -1,13 +1,16 @@
 """Divides a function's launches into pieces, so that no submission to a GPU takes longer than LIMIT.
 
-Drivers reset a GPU that works too long on one submission: on Linux after 2 to 10 s for AMD's (amdgpu.lockup_timeout),
-and a display waits meanwhile. The duration of a step depends on its rows' positions: attention reads all keys before
-them.
+In: the manifest's costs of kernels, a step's io buffers "state" and "rows", the durations of earlier runs. Out: the
+pieces of a step.
 
-A launch is estimated from the bytes and operations that dist/README.md describes, at rates that are low for any GPU.
-Each run then corrects two factors of its function: of the cost that does not depend on the rows' positions, and of the
-cost that does (Kaczmarz' projection: the nearest factors with which the estimate of that run is right). Usually one
-submission is short enough, which costs no more than a comparison.
+Drivers reset a GPU that works too long on one submission (AMD's on Linux after 2 to 10 s, amdgpu.lockup_timeout), and a
+display freezes meanwhile. The duration of a step depends on the positions of its rows: attention reads all earlier
+keys.
+
+The duration of a launch is estimated from its bytes and operations (dist/README.md) and from rates that are low for any
+GPU. Each function has two factors on its estimates: one for the cost that does not depend on positions, and one for the
+cost that does. Each run corrects them by Kaczmarz' projection: they become the nearest factors for which the estimate
+of this run is exact. Most functions are always short enough for one submission; this costs only a comparison.
 """
 
 from collections.abc import Mapping
@@ -17,20 +20,22 @@ from math import ceil, prod
 
 import numpy as np
 
-LIMIT = 0.5  # seconds of a submission by estimate: a quarter of the shortest limit of drivers
-FILL = 0.7  # part of the limit that new pieces take: they remain valid for many later positions of the rows
-SURE = 0.25  # part of the limit below which nothing is estimated
-# Rates before anything was measured: a part of the table's bandwidth, which is that of the fastest product, or so many
-# GB/s where there is none; operations for each byte (a Steam Deck multiplies and adds 18 float32 in the time of one).
+LIMIT = 0.5  # seconds of a submission, estimated: a quarter of the shortest limit of a driver
+FILL = 0.7  # new pieces take at most this fraction of LIMIT, so that they remain valid for many later positions
+SURE = 0.25  # functions that never take more than this fraction of LIMIT are not estimated step by step
+# Rates before the first measurement. PART: fraction of the target's bandwidth in the manifest, which is that of the
+# fastest product of its arch. UNKNOWN: GB/s if the manifest has no bandwidth. OPERATIONS: operations per byte (a Steam
+# Deck does 18 float32 multiply-adds in the time in which it reads a byte).
 PART, UNKNOWN, OPERATIONS = 0.25, 12.0, 16.0
-LAUNCH = 5e-6  # seconds that any launch takes
-FLOOR = 0.01  # of the factors
-MOST = 64  # parts of a launch
+LAUNCH = 5e-6  # seconds that any launch takes at least
+FLOOR = 0.01  # smallest value of a factor
+MOST = 64  # upper limit of the parts of a launch
 
 
 @dataclass(frozen=True)
 class LaunchPart:
-    """Workgroups first .. end-1, of `groups` along the grid's longest axis, of a launch, by its number."""
+    """Some workgroups of a launch: first .. end-1 of `groups`, along the longest axis of the grid. launch: its index in
+    the function."""
 
     launch: int
     first: int
@@ -47,23 +52,25 @@ WorkPiece = tuple[LaunchPart, ...]
 
 @dataclass(frozen=True)
 class _Cost:
-    """Seconds of a call."""
+    """The estimated seconds of a kernel call, as terms of a sum."""
 
-    moved: float = 0.0  # for any step
-    row: float = 0.0  # for each live row
-    key: float = 0.0  # for each key before a sequence's rows
-    score: float = 0.0  # for each row and key that it sees, at most `keys` of them
-    keys: int = 0
+    moved: float = 0.0  # per call, whatever the step
+    row: float = 0.0  # per live row
+    key: float = 0.0  # per key before a sequence's first row
+    score: float = 0.0  # per pair of a row and a key that it attends to
+    keys: int = 0  # upper limit of the keys that a row attends to
 
     @classmethod
     def of(cls, entry: Mapping, rows: int, bandwidth: float) -> "_Cost":
-        """entry: of the manifest's kernels; rows: that its operations are for."""
+        """entry: the kernel's entry in the manifest. rows: the number of rows for which the entry counts operations.
+        bandwidth: bytes per second."""
         moved, operations, rate = entry["bytes"], entry["operations"], OPERATIONS * bandwidth
         row = moved["token"] / bandwidth + operations["call"] / rows / rate
         return cls(moved["call"] / bandwidth, row, moved["key"] / bandwidth, operations["score"] / rate, entry["keys"])
 
     def seconds(self, before: np.ndarray, places: np.ndarray) -> tuple[float, float]:
-        """(cost that does not depend on positions, cost that does). before: keys before each sequence's rows."""
+        """(seconds that do not depend on positions, seconds that do). before: int [sequences], keys before each
+        sequence's first row. places: int [rows], positions."""
         fixed = LAUNCH + max(self.moved, self.row * len(places))
         if not (self.key or self.score):
             return fixed, 0.0
@@ -72,20 +79,20 @@ class _Cost:
 
 
 class _Function:
-    """Launches of one function with their costs, and the factors that runs correct."""
+    """The launches of a function with their costs, and the two factors `fixed` and `deep` that runs correct."""
 
     def __init__(self, entry: Mapping, kernels: Mapping, launched: Mapping, bandwidth: float, context: int, cuts: bool):
         self.fixed = self.deep = 1.0
-        self.pieces: tuple[WorkPiece, ...] = ()  # of the last long step
-        self.cut_for = 0.0  # seconds of the step that these were made for
-        self._kinds = {"": _Cost()}  # by kernel; "": of launches that contribute little to their call
-        self._of: list[int] = []  # the kind of each launch
-        self.groups: list[int] = []  # workgroups of each launch that may be launched some at a time, else 1
+        self.pieces: tuple[WorkPiece, ...] = ()  # pieces of the last long step
+        self.cut_for = 0.0  # estimated seconds of the step that `pieces` were made for
+        self._kinds = {"": _Cost()}  # cost of each kernel; "": of launches that contribute little to their call
+        self._of: list[int] = []  # index in _kinds of each launch
+        self.groups: list[int] = []  # workgroups of each launch if it may be divided, otherwise 1
         for call in entry["launches"]:
             name, steps = call["kernel"], launched[call["kernel"]]["steps"]
             if name not in self._kinds:
                 self._kinds[name] = _Cost.of(kernels[name], entry["rows"], bandwidth)
-            # The launch of a call with the most threads has its cost.
+            # The whole cost of a call is attributed to its launch with the most threads.
             main = max(range(len(steps)), key=lambda i: prod(steps[i]["grid"]) * prod(steps[i]["block"]))
             alone = cuts and all(param["role"] != "zero" for param in kernels[name]["params"])
             for i, step in enumerate(steps):
@@ -97,12 +104,12 @@ class _Function:
         self.most = self.total(ends[:sequences], ends)
 
     def seconds(self, before: np.ndarray, places: np.ndarray) -> list[tuple[float, float]]:
-        """As `_Cost.seconds`, of each launch."""
+        """`_Cost.seconds` of each launch."""
         found = [cost.seconds(before, places) for cost in self._kinds.values()]
         return [found[kind] for kind in self._of]
 
     def total(self, before: np.ndarray, places: np.ndarray) -> tuple[float, float]:
-        """The same of all launches together."""
+        """`_Cost.seconds` of all launches together."""
         fixed = deep = 0.0
         for cost, count in zip(self._kinds.values(), self._counts, strict=True):
             one = cost.seconds(before, places)
@@ -113,13 +120,13 @@ class _Function:
         return self.fixed * fixed + self.deep * deep
 
     def correct(self, fixed: float, deep: float, seconds: float) -> None:
-        """A run with these costs took so many seconds."""
+        """Corrects the factors: launches with these costs took `seconds`."""
         error = (seconds - self.estimate(fixed, deep)) / (fixed * fixed + deep * deep)
         self.fixed = max(self.fixed + error * fixed, FLOOR)
         self.deep = max(self.deep + error * deep, FLOOR)
 
     def cut(self, seconds: list[float], most: float) -> tuple[WorkPiece, ...]:
-        """Pieces of at most `most` seconds, more where a launch cannot be divided. seconds: of each launch."""
+        """Pieces of at most `most` seconds each, or more where a launch cannot be divided. seconds: of each launch."""
         pieces: list[list[LaunchPart]] = [[]]
         filled = 0.0
         for launch, (spent, groups) in enumerate(zip(seconds, self.groups, strict=True)):
@@ -139,9 +146,10 @@ def _of(piece: WorkPiece, values: list) -> float:
 
 
 class Pacer:
-    """For the functions of an artifact on one device. limit: seconds of a submission. arch: of the device's launches.
-    cuts: whether it can launch some of a grid's workgroups; those of kernels that count arrivals stay together, as a
-    run that is interrupted between two pieces would leave a wrong count."""
+    """Divides the steps of an artifact's functions on one device. arch: the device's, a key of the manifest's launches.
+    cuts: whether the device can launch a part of a grid. Kernels that count arrivals in memory (role "zero") are never
+    divided, because a run that is interrupted between two pieces would leave a wrong count. limit: seconds of a
+    submission."""
 
     def __init__(self, manifest: Mapping, arch: str, cuts: bool = False):
         self.limit = LIMIT
@@ -155,12 +163,12 @@ class Pacer:
         self._io: dict[str, np.ndarray] = {}
 
     def write(self, name: str, values) -> None:
-        """The host writes to an io buffer: the pacer keeps the step's "state" and "rows"."""
+        """To be called with every write to an io buffer; keeps the values of "state" and "rows"."""
         if name in ("state", "rows"):
             self._io[name] = np.array(values)
 
     def pieces(self, function: str) -> tuple[WorkPiece, ...]:
-        """What to submit in order, with a wait after each; (): all at once."""
+        """The pieces to submit in order, with a wait after each; (): the whole function is one submission."""
         one = self._functions[function]
         if one.estimate(*one.most) <= SURE * self.limit:
             return ()
@@ -173,7 +181,7 @@ class Pacer:
         return one.pieces if len(one.pieces) > 1 else ()
 
     def record(self, function: str, seconds: float, piece: WorkPiece = ()) -> None:
-        """The duration of a piece, (): of the whole function."""
+        """Records the measured duration of a piece; (): of the whole function."""
         one = self._functions[function]
         if seconds <= SURE * self.limit and one.estimate(*one.most) <= SURE * self.limit:
             return
@@ -184,7 +192,7 @@ class Pacer:
         one.correct(_of(piece, list(fixed)), _of(piece, list(deep)), seconds)
 
     def _places(self) -> tuple[np.ndarray, np.ndarray]:
-        """(keys before the rows of each sequence, positions of the rows) of the step that was written."""
+        """(keys before each sequence's first row, positions of all rows) of the step whose inputs were written."""
         if len(self._io) < 2:
             return np.zeros(1, np.int32), np.zeros(1, np.int32)
         single, live = (int(number) for number in self._io["state"][:2])

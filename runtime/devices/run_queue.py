@@ -1,8 +1,8 @@
-"""Runs of functions on a GPU that the host does not wait for at once: one in progress, and the one after it.
+"""The queue of runs on a GPU: at most two, one in progress and the next one.
 
-The host writes the inputs of a run while the one before is in progress, and reads the results of that one while the
-next is in progress. So runs alternate between two slots of memory for both. A kind of device has its `RunHooks`, and
-derives from `QueuedDevice` the methods that run functions (runtime/devices/__init__.py).
+While a run is in progress, the host writes the inputs of the next run; while that is in progress, it reads the results
+of the first. So there are two slots of io memory, between which runs alternate. Each kind of GPU device implements
+`RunHooks`, and inherits from `QueuedDevice` the protocol's methods that run functions (runtime/devices/__init__.py).
 """
 
 import time
@@ -21,22 +21,23 @@ class QueuedRun(NamedTuple):
     """A run of the function `name`."""
 
     name: str
-    slot: int  # of memory, 0 .. SLOTS - 1
-    ahead: bool  # it was started while another one was in progress, and takes its tokens from that
-    late: bool  # what reads LATE inputs is submitted separately
+    slot: int  # slot of io memory, 0 .. SLOTS - 1
+    ahead: bool  # it was started by `start_ahead`: its tokens are those that the run before samples
+    late: bool  # its launches that read LATE inputs are submitted separately
 
 
 class RunHooks(ABC):
-    """What a kind of device does for runs. waited: seconds spent waiting for the GPU."""
+    """What `RunQueue` needs of a kind of device. waited: total seconds spent waiting for the GPU."""
 
     waited = 0.0
 
     def prepare_late(self, name: str) -> None:  # noqa: B027 (most devices need not)
-        """While the GPU is idle, before a run of the function whose LATE inputs come later."""
+        """Called while the GPU is idle, before a run of the function whose LATE inputs will be written after its
+        start."""
 
     @abstractmethod
     def prepare(self, run: QueuedRun) -> None:
-        """What `submit` needs and keeps, as what it records: may take long, once."""
+        """Makes what `submit` needs and keeps, such as recorded commands. This may take long, the first time."""
 
     @abstractmethod
     def submit(self, run: QueuedRun) -> None:
@@ -44,35 +45,38 @@ class RunHooks(ABC):
 
     @abstractmethod
     def submit_late(self, run: QueuedRun) -> None:
-        """Submits the rest of a run, with the LATE inputs that the host has written."""
+        """Submits the launches of a run that read LATE inputs, which the host has written by now."""
 
     @abstractmethod
     def done(self, run: QueuedRun | None) -> bool:
-        """Whether the oldest run is done; None: a piece of one."""
+        """Whether a run, the oldest, is done; None: whether the submitted piece of a long run is done."""
 
     @abstractmethod
     def wait(self, run: QueuedRun) -> None:
-        """Waits for a run, the oldest, and makes its results readable."""
+        """Waits for the oldest run, which is `run`, and makes its results readable."""
 
     @abstractmethod
     def settle(self, busy: bool) -> None:
-        """Waits until the GPU is idle, if it is busy; results of earlier runs are not read any more."""
+        """Waits until the GPU is idle, if it is busy. Results of earlier runs will not be read any more."""
 
 
 class RunQueue:
-    """heads: how many launches of each function precede those that read LATE inputs; 0 if none read them."""
+    """The runs of one device. heads: for each function, the number of launches before the first that reads LATE inputs;
+    0 if no launch reads them."""
 
     def __init__(self, hooks: RunHooks, pacer: Pacer, heads: Mapping[str, int]):
         self.hooks, self._pacer, self._heads = hooks, pacer, heads
-        self._runs: deque[QueuedRun] = deque()  # not waited for, the oldest first
-        self._busy = False  # the GPU may be
-        self._slot = 0  # of the next run
-        self._pieces: Iterator[None] | None = None  # of the run that `begin` began
-        self._begun = self._early = 0  # runs that it began; of which nobody knows yet that they are done
-        self._since = 0.0  # when the oldest run had the GPU for itself
+        self._runs: deque[QueuedRun] = deque()  # runs that nobody has waited for yet, the oldest first
+        self._busy = False  # whether the GPU may be busy
+        self._slot = 0  # slot of the next run
+        self._pieces: Iterator[None] | None = None  # pieces of the last run of `begin`, if it is long
+        # Runs of `begin` that are not known to be done; those that are, but `finished` has not reported them yet.
+        self._begun = self._early = 0
+        self._since = 0.0  # time from which the oldest run has had the GPU alone
 
     def run(self, name: str, meanwhile: Callable[[], None] | None, pieces: Iterator[None]) -> None:
-        """pieces: runs the function in the pacer's pieces instead; each step of it submits one or waits for one."""
+        """See the protocol. pieces: an iterator that runs the function in pieces, used if the pacer divides it. Each
+        `next` submits a piece or waits for one."""
         if not self._pacer.pieces(name):
             self.start(name, meanwhile)
             self.wait()
@@ -84,9 +88,10 @@ class RunQueue:
             pass
 
     def begin(self, name: str, pieces: Callable[[], Iterator[None]]) -> None:
-        """Starts a run for `finished`, which may be called for the one before it later. pieces: as of `run`."""
+        """Starts a run, whose end `finished` reports. The run before may not have been reported yet. pieces: see
+        `run`."""
         cut = pieces() if self._pacer.pieces(name) else None
-        if self._begun and (cut or self._pieces):  # long ones have the GPU for themselves
+        if self._begun and (cut or self._pieces):  # no other run is in progress beside a long one
             while not self.finished():
                 pass
             self._early += 1
@@ -99,8 +104,8 @@ class RunQueue:
             self._submit(name)
 
     def finished(self) -> bool:
-        """Whether the run that was begun first is done and its results can be read; if it is long, submits its next
-        piece."""
+        """Whether the oldest run of `begin` is done, so that its results can be read. If that run is long, and a piece
+        of it is done, submits the next piece."""
         if self._early:
             self._early -= 1
             return True
@@ -114,7 +119,7 @@ class RunQueue:
         return True
 
     def feed(self, name: str, pieces: Iterator[None]) -> None:
-        """Runs a function whose results nobody wants; does not wait for it, but for all but one of those before."""
+        """Starts a function whose results nobody needs. Waits for earlier runs until at most one is left."""
         if self._pacer.pieces(name):
             self.run(name, None, pieces)
             return
@@ -176,7 +181,7 @@ class RunQueue:
         self._since = now
 
     def settle(self) -> None:
-        """Waits until nothing is in progress: no caller waits for earlier runs any more."""
+        """Waits until the GPU is idle, and forgets all runs: no caller will wait for them."""
         self._runs.clear()
         self._begun = self._early = 0
         self.hooks.settle(self._busy)
@@ -184,18 +189,18 @@ class RunQueue:
 
 
 class QueuedDevice(ABC):
-    """The protocol's methods that run functions."""
+    """The protocol's methods that run functions, on a `RunQueue`."""
 
     _queue: RunQueue
 
     def _usable(self, doing: str) -> AbstractContextManager[None]:
-        """Around all that uses the GPU: translates its errors."""
+        """A context for all code that uses the GPU: it translates errors of the API. doing: for the message."""
         return nullcontext()
 
     @abstractmethod
     def _run_alone(self, function: str, plain: bool) -> Iterator[None]:
-        """Runs a function, in the pacer's pieces if it is long; after each submission it pauses before it waits.
-        plain: see the protocol's `run_plain`."""
+        """Runs a function on the idle GPU, in the pacer's pieces if it is long. The iterator pauses after each
+        submission, before it waits for its end. plain: see the protocol's `run_plain`."""
 
     @property
     def waited(self) -> float:

@@ -1,4 +1,5 @@
-"""Opens several GPUs that act as one device (staged.py, tensor.py), and what these have in common."""
+"""The common part of devices that consist of several GPUs (staged.py, tensor.py): opening and closing all GPUs, and the
+methods that do not depend on how the GPUs share the model."""
 
 import queue
 import threading
@@ -15,18 +16,18 @@ from mlc_amd.runtime.errors import MachineError
 AFTER_FAILURE = "a step failed on one of the GPUs; load the model again"
 
 Result = TypeVar("Result")
-Opener = Callable[[], Any]  # opens one of the devices
+Opener = Callable[[], Any]  # opens the device of one GPU
 
-# Seconds without news from any GPU after which the host sleeps between questions, and for how long.
+# If no GPU has finished anything for POLL seconds, the host sleeps PAUSE seconds between two polls.
 POLL, PAUSE = 0.01, 1e-4
-SLICE = 1.0  # seconds of one wait: Ctrl-C is noticed between them
+SLICE = 1.0  # seconds of one wait; Python handles Ctrl-C between two waits
 
 
 class SeveralGpus(ABC):
-    """The part of the protocol of runtime/devices/__init__.py that does not depend on how the GPUs share a model.
-    openers: of their devices, which are opened at the same time; artifact: the whole one.
+    """The methods of the protocol (runtime/devices/__init__.py) that do not depend on how the GPUs share the model.
+    artifact: the whole model. openers: one for each GPU; they run at the same time.
 
-    stages: the devices, once `_connect` has connected them.
+    stages: the devices of the GPUs.
     """
 
     def __init__(self, artifact, openers: Sequence[Opener]):
@@ -50,7 +51,7 @@ class SeveralGpus(ABC):
 
     @abstractmethod
     def _connect(self, devices: Sequence[Any]) -> None:
-        """Gives the devices what they exchange data through."""
+        """Gives the devices the memory through which they exchange data. Called once, when all are open."""
 
     @abstractmethod
     def write(self, name: str, values) -> None:
@@ -83,15 +84,16 @@ class SeveralGpus(ABC):
             at += count
 
     def page_memory(self, span: int, count: int) -> np.ndarray:
-        """Each of the GPUs copies its part of the pages to memory of its own."""
+        """See the protocol. Plain memory: `write_pages` of each GPU copies its part of the contents anyway."""
         return np.empty((count, sum(nbytes for _, nbytes in self.page_parts(span))), np.uint8)
 
     def copy_bandwidth(self) -> float:
-        """Of the slowest GPU."""
+        """That of the slowest GPU."""
         return min(device.copy_bandwidth() for device in self.stages)
 
     def _check_usable(self) -> None:
-        """MachineError if the device is closed, or after a step that failed: what the cache holds is unknown."""
+        """Raises MachineError if the device is closed, or if a step has failed: the contents of the KV cache are then
+        unknown."""
         self._alive()
         if self._failed:
             raise MachineError(AFTER_FAILURE) from self._failed
@@ -102,7 +104,8 @@ class SeveralGpus(ABC):
 
 
 def open_all(openers: Sequence[Opener], devices: list[Any]) -> None:
-    """Opens devices at the same time, into the list `devices`; if one fails, the others."""
+    """Opens all devices at the same time, and puts them into the list `devices`. If one fails, the list has those that
+    did not fail (and None for others), and the error of the first is raised."""
     opened = [_Opening.begin(opener) for opener in openers]
     try:
         for result in opened:
@@ -121,12 +124,12 @@ def close_all(devices: Sequence[Any]) -> None:
 
 
 def patience(devices: Sequence[Any]) -> float:
-    """Seconds that the host asks without a pause: none where a GPU is a CPU, which needs its cores."""
+    """Seconds for which the host polls without a pause: 0 if a "GPU" computes on the host's cores, which it needs."""
     return 0.0 if any(device.on_host for device in devices) else POLL
 
 
 def common_kv_types(manifest: Mapping, devices: Sequence[Any]) -> dict[str, tuple]:
-    """Of all layers; as many pages of a span as the device has that has fewest."""
+    """`kv_types` of all layers. The number of pages of a span is the smallest among the devices."""
     pages: dict[int, int] = {}
     for device in devices:
         for entry in device.manifest["kv"]:
@@ -142,10 +145,10 @@ def common_kv_types(manifest: Mapping, devices: Sequence[Any]) -> dict[str, tupl
 
 
 class _Opening:
-    """A thread that opens a device.
+    """A thread that opens devices, one after the other.
 
-    It never ends, but waits for the next device: a driver leaves code in threads that used it, which would run at their
-    end, when the driver may have been unloaded.
+    It never ends: a driver registers code that runs when a thread that used it ends, and by then the driver may have
+    been unloaded.
     """
 
     _idle: ClassVar[list["_Opening"]] = []
@@ -156,7 +159,8 @@ class _Opening:
 
     @classmethod
     def begin(cls, call: Callable[[], Result]) -> Callable[[], Result]:
-        """Starts it; returns a function that waits for its result, or raises its error."""
+        """Starts `call` in an idle thread, or in a new one. Returns a function that waits for the end of `call`, and
+        returns its result or raises its error."""
         thread = cls._idle.pop() if cls._idle else cls()
         done, found, errors = threading.Event(), [], []
 
@@ -182,7 +186,7 @@ class _Opening:
         while True:
             call = self._calls.get()
             call()
-            del call  # it may hold what a `with` block or the garbage collector closes
+            del call  # otherwise this thread would keep alive what the call refers to, such as an open device
 
 
 def _unless_failed(result: Callable[[], Result]) -> Result | None:

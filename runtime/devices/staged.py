@@ -1,12 +1,15 @@
-"""Several GPUs as one device: each computes some of the layers (artifact/stages.py), one step after the other.
+"""Several GPUs as one device, as a pipeline: each GPU is a stage, which computes some of the layers
+(artifact/stages.py).
 
-Steps overtake each other nowhere, and as many of them are computed at once as there are GPUs: chunks of a prompt, or
-steps of different answers. What a step computes may therefore rely on all that was started before it.
+A step goes through the stages in order. Different stages compute different steps at the same time: chunks of a prompt,
+or steps of different answers. Steps never overtake each other, so a step can rely on all steps that were started before
+it.
 
-One thread serves all GPUs, the caller's, whenever it starts a step or waits for one: what a GPU has finished it starts
-on the next one. Threads for each GPU would have to wake one another, and to share the interpreter, for every step.
+There are no threads for the GPUs. The caller's thread serves all of them whenever it starts a step or waits for one:
+it polls the GPUs, and begins on the next stage what a stage has finished (`_advance`). Threads would have to wake one
+another, and to share the interpreter, for every step.
 
-Once a step has failed, what the cache holds is unknown: all later ones fail, too.
+After a step has failed, the contents of the KV cache are unknown, so all later steps fail, too.
 """
 
 import time
@@ -26,9 +29,12 @@ Result = TypeVar("Result")
 
 
 class _Step:
-    """A run of a function. inputs, late: written io buffers, (name, values), in order; complete: whether `late` are
-    known; source: the step whose `sampled` are its tokens; part: of the handover that has its bytes; written: how many
-    of its inputs the stage `at` has; outputs: by name, once it is done."""
+    """A run of a function.
+
+    inputs, late: the writes to io buffers before the start, and those of LATE inputs: (name, values), in order.
+    complete: whether `late` has all LATE inputs. source: the step whose `sampled` are this step's tokens, or None.
+    at: the number of the stage that has received the first `written` of the inputs. part: the part of the `Handover`
+    that has its activations. outputs: {name: values}, once it is done."""
 
     def __init__(
         self, function: str, inputs: list[tuple[str, np.ndarray]], source: "_Step | None" = None, complete: bool = True
@@ -42,8 +48,8 @@ class _Step:
 
 
 class _Stage:
-    """number: its place; current: the step in progress; waiting: the next ones; used: names of io buffers that its
-    launches or the pacer read; part: of the handover to the next stage, for its next step."""
+    """A stage. number: its index. current: the step in progress. waiting: the next steps. used: names of the io buffers
+    that its launches or the pacer read. part: the part of the `Handover` to the next stage that its next step uses."""
 
     def __init__(self, number: int, device):
         self.number, self.device = number, device
@@ -54,7 +60,7 @@ class _Stage:
         self.part = 0
 
     def write(self, step: _Step) -> None:
-        """The step's inputs, as far as they are known. No step may be in progress."""
+        """Writes the known inputs of a step that the device does not have yet. No step may be in progress."""
         if step.at != self.number:
             step.at, step.written = self.number, 0
         known = [*step.inputs, *step.late]
@@ -72,22 +78,22 @@ class _Stage:
         self.device.begin(step.function)
 
     def hand_over(self, step: _Step) -> None:
-        """Chooses the memory through which the step comes and goes."""
+        """Chooses the parts of the two `Handover`s from which the step is received and to which it is sent."""
         self.device.hand_over(step.part, self.part)
         step.part, self.part = self.part, (self.part + 1) % handover.PARTS
 
 
 class StagedDevice(SeveralGpus):
-    """Between `start` and `wait` further steps may be started; `wait` waits for the oldest. stages: in the order of
-    their layers."""
+    """See the module. Further steps may be started between `start` and `wait`; `wait` waits for the oldest step.
+    openers, stages: in the order of layers."""
 
     def __init__(self, artifact, openers: Sequence[Opener]):
         super().__init__(artifact, openers)
         self._stages = [_Stage(number, device) for number, device in enumerate(self.stages)]
         self.waited = 0.0
         self._inputs: list[tuple[str, np.ndarray]] = []  # written since the last step was started
-        self._steps: deque[_Step] = deque()  # not waited for
-        self._finished: _Step | None = None  # the last that was waited for
+        self._steps: deque[_Step] = deque()  # steps that nobody has waited for yet, the oldest first
+        self._finished: _Step | None = None  # the last step that was waited for
 
     def _connect(self, devices: Sequence[Any]) -> None:
         between = [handover.between([*device.manifest["functions"].values()]) for device in devices[:-1]]
@@ -98,7 +104,8 @@ class StagedDevice(SeveralGpus):
 
     @property
     def in_flight(self) -> int:
-        """Steps that may be started before the oldest is waited for: one for each GPU, and one that follows at once."""
+        """How many steps may be started before the caller must wait for the oldest: one for each GPU, and one more that
+        is ready to follow."""
         return len(self.stages) + 1
 
     def write(self, name: str, values) -> None:
@@ -114,7 +121,7 @@ class StagedDevice(SeveralGpus):
             return
         try:
             meanwhile()
-        finally:  # of a choice that fails, with the inputs so far: the steps after it still come
+        finally:  # if `meanwhile` fails, the step still runs with the inputs so far: later steps depend on its end
             step.late, step.complete = self._taken(), True
             self._advance()
 
@@ -127,7 +134,7 @@ class StagedDevice(SeveralGpus):
 
     def _start(self, step: _Step) -> _Step:
         for earlier in self._steps:
-            if earlier.error:  # which nobody has seen yet
+            if earlier.error:  # not reported yet, as nobody has waited for this step
                 raise earlier.error
         self._check_usable()
         self._steps.append(step)
@@ -143,7 +150,7 @@ class StagedDevice(SeveralGpus):
             raise step.error
 
     def discard(self) -> None:
-        """Waits for steps whose results nobody wants any more, if there are any."""
+        """Waits for all steps, and drops their results."""
         for step in self._steps:
             step.complete = True
         while self._steps:
@@ -151,13 +158,13 @@ class StagedDevice(SeveralGpus):
             self._steps.popleft()
 
     def run(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
-        """Also the results of steps that were started before are dropped."""
+        """See the protocol. Drops the results of steps that were started before."""
         self.start(function, meanwhile)
         while self._steps:
             self.wait()
 
     def feed(self, function: str) -> None:
-        """Runs a function whose results nobody wants; does not wait for all of it."""
+        """See the protocol. Waits for earlier steps only if too many are in flight."""
         self.start(function)
         while len(self._steps) >= self.in_flight:
             self.wait()
@@ -166,11 +173,11 @@ class StagedDevice(SeveralGpus):
         self._in_turn(function, lambda device: device.run_plain(function))
 
     def time(self, function: str) -> list[tuple[str, float, float]]:
-        """See the protocol. UserError where a GPU cannot."""
+        """See the protocol. Raises UserError if a GPU cannot measure times."""
         return [one for found in self._in_turn(function, lambda device: device.time(function)) for one in found]
 
     def _in_turn(self, function: str, compute: Callable[[Any], Result]) -> list[Result]:
-        """A step in which each stage computes its part like this."""
+        """Runs a step alone, stage by stage, by `compute(device)`. Returns what this returned for each stage."""
         self.discard()
         step, found = _Step(function, self._taken()), []
         for stage in self._stages[self._first(function) : self._last(function) + 1]:
@@ -181,8 +188,8 @@ class StagedDevice(SeveralGpus):
         return found
 
     def read(self, name: str, rows: int, first: int = 0) -> np.ndarray:
-        """Of the step that was waited for last. Logits: if it samples without log-probabilities, only while no other
-        step was started."""
+        """See the protocol: results of the step that was waited for last. `logits` of a step that samples without
+        log-probabilities are available only while no other step was started."""
         step = self._finished
         if step and name in step.outputs:
             return step.outputs[name][first:rows]
@@ -202,16 +209,16 @@ class StagedDevice(SeveralGpus):
     # ---- progress
 
     def _first(self, function: str) -> int:
-        """The first stage that has a part of it."""
+        """The index of the first stage that has a part of the function."""
         return next(i for i, device in enumerate(self.stages) if function in device.manifest["functions"])
 
     def _last(self, function: str) -> int:
-        """The last one: of functions that encode images the first."""
+        """The index of the last stage that has a part of the function. Image encoders run on one stage, the first."""
         having = [i for i, device in enumerate(self.stages) if function in device.manifest["functions"]]
         return having[-1]
 
     def _until(self, step: _Step) -> None:
-        """Waits for a step, and serves all GPUs meanwhile."""
+        """Serves all GPUs until a step is done."""
         begun = news = time.perf_counter()
         while not step.done:
             moved, now = self._advance(), time.perf_counter()
@@ -221,9 +228,10 @@ class StagedDevice(SeveralGpus):
         self.waited += time.perf_counter() - begun
 
     def _advance(self) -> bool:
-        """Ends the parts that GPUs have finished, and begins those that can begin. Returns whether there were any."""
+        """Ends the parts of steps that GPUs have finished, and begins those that can begin. Returns whether there were
+        any."""
         moved = False
-        for stage in reversed(self._stages):  # a stage is free when the one before ends a part
+        for stage in reversed(self._stages):  # from the last: a stage is then free when the stage before ends a part
             try:
                 ended = stage.current is not None and stage.device.finished()
             except Exception as error:
@@ -234,10 +242,10 @@ class StagedDevice(SeveralGpus):
                     following = self._end(stage)
                     self._begin(following)
                 moved |= self._begin(stage) or ended
-            except BaseException as error:  # Ctrl-C, too: where it came is unknown
+            except BaseException as error:  # also Ctrl-C, which may have interrupted any of these lines
                 self._fail(error)
                 return True
-        if moved:  # while GPUs compute: what the next parts read
+        if moved:  # writes the inputs of the next parts now, while the GPUs compute
             for before, stage in zip([None, *self._stages], self._stages, strict=False):
                 coming = stage.waiting[0] if stage.waiting else before and before.current
                 if coming and not stage.current:
@@ -245,7 +253,7 @@ class StagedDevice(SeveralGpus):
         return moved
 
     def _end(self, stage: _Stage) -> _Stage:
-        """Returns the stage that may begin a part now."""
+        """Ends a stage's part of its current step. Returns the stage that may be able to begin a part now."""
         step, stage.current = stage.current, None
         assert step
         if stage.number < self._last(step.function):
@@ -256,8 +264,8 @@ class StagedDevice(SeveralGpus):
         return self._stages[0]
 
     def _begin(self, stage: _Stage) -> bool:
-        """Begins the part that is next, if it can. A stage hands a step over through memory that the next one reads
-        until it has begun the step after it."""
+        """Begins the stage's next part, if it can, and returns whether it did. A stage may not begin while a step that
+        it has finished still waits for the next stage, as that step's memory would be written again."""
         if stage.current or not stage.waiting:
             return False
         step, last = stage.waiting[0], stage is self._stages[-1]
@@ -269,7 +277,8 @@ class StagedDevice(SeveralGpus):
         return True
 
     def _outputs(self, step: _Step) -> dict[str, np.ndarray]:
-        """What the last stage has computed; features of images are read by parts."""
+        """{name: values} of the results that the last stage has computed. Nothing for image encoders: their results are
+        read from the device, in parts."""
         if is_encoder(step.function):
             return {}
         function = self.manifest["functions"][step.function]
@@ -280,7 +289,7 @@ class StagedDevice(SeveralGpus):
         return {name: read(name, rows).copy() for name in wanted if name in self.manifest["io"]}
 
     def _fail(self, error: BaseException) -> None:
-        """Ends all steps."""
+        """Ends all steps with an error."""
         self._failed = self._failed or error
         for stage in self._stages:
             stage.current = None

@@ -1,6 +1,6 @@
-"""A step's rows, written to a device's io buffers (dist/README.md): single rows, each the newest token of a sequence of
-its own, then a chunk, consecutive tokens of one more sequence. A sequence's slot is its row of the page tables. Where
-images have positions in a grid, rows have a place."""
+"""Writes a step's rows to a device's io buffers (dist/README.md). First come single rows, each the newest token of a
+different sequence, then a chunk: consecutive tokens of one more sequence. A sequence's slot is its row in the page
+tables. Models whose images have positions in a grid also have a place for each row."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,9 +14,12 @@ from mlc_amd.runtime.cache.sequence import ChunkRows, SingleRow
 def write_step(
     device, function: Mapping, singles: Sequence[SingleRow] | np.ndarray = (), chunk: ChunkRows | None = None
 ) -> int:
-    """Writes everything but the page tables. function: the manifest's entry. Returns the number of rows of logits: of
-    the single rows in their order, then of the chunk's last token, or of all its tokens where the function computes the
-    logits of all rows (`answer_rows`). ValueError for more rows than the function takes, and for none."""
+    """Writes all io buffers of a step but the page tables. function: its entry in the manifest. singles: int32 rows of
+    `SingleRow`'s fields.
+
+    Returns the number of rows of logits that the function computes: one for each single row, in their order, then one
+    for the chunk's last token, or one for each of its tokens where the function computes the logits of all rows
+    (`answer_rows`). Raises ValueError for no rows, and for more than the function takes."""
     ids, position, slot, places, _, together = chunk or ChunkRows((), 0, 0)
     single = len(singles)
     live = single + len(ids)
@@ -43,21 +46,21 @@ def write_step(
 
 
 def answer_rows(function: Mapping, single: int, live: int) -> int:
-    """Number of rows of logits of a step with so many single rows and live rows."""
+    """The number of rows of logits that a function computes. single: number of single rows; live: of all rows."""
     if function["logits"] == function["rows"]:
         return live
     return 1 if function["logits"] == 1 else single + (live > single)
 
 
 def pages_of(device, manifest: Mapping) -> dict[int, int]:
-    """Number of the device's pages for the layers of each span, cells included."""
+    """{span: number of the device's pages for layers of that span}; the pages of span STATE are cells."""
     return {entry["span"]: device.kv_types[entry["name"]][0][0] for entry in manifest["kv"] if "span" in entry}
 
 
 def write_private_pages(device, manifest: Mapping, short: int = 0) -> None:
-    """Page tables for a device that is used without an engine: the first `short` slots have one page each, the next
-    one all others. A sequence that is longer than what it has begins with its first page again. Each slot has a cell of
-    its own, as far as there are cells. ValueError for too few pages."""
+    """Writes page tables for a device that is used without an engine. Each of the first `short` slots has one page; all
+    later slots share the remaining pages. A sequence that needs more pages than its slot has uses them again from the
+    first one. Each slot has a cell of its own, as long as there are cells. Raises ValueError for too few pages."""
     for span, pages in pages_of(device, manifest).items():
         if span == STATE:
             slots = manifest["io"][CELLS]["shape"][0]

@@ -1,12 +1,14 @@
-"""Several GPUs as one device: each computes a part of every product (artifact/ranks.py), all at the same time, and all
-hold the same rows, bit by bit.
+"""Several GPUs as one device, in tensor parallelism: each GPU is a rank, which computes a part of every product
+(artifact/ranks.py). All ranks compute at the same time, and hold the same rows, bit for bit.
 
-What they computed crosses while kernels run (exchange/), or between the segments of a function through host memory,
-which all GPUs read and write themselves (handover.py). One thread serves all GPUs: it begins a segment on each of them
-once all have finished the one before. A chunk of a prompt may be computed beside the next step if both are cut at the
-same layers: segments of both take turns, so that GPUs compute one of them while rows of the other cross.
+Ranks exchange parts while kernels run (exchange/), or between *segments*: a function is then cut at each exchange, and
+the parts go through host memory, which all GPUs read and write themselves (handover.py). One thread serves all GPUs: it
+begins a segment on each of them when all have finished the segment before.
 
-Once a step has failed, what the cache holds is unknown: all later ones fail, too.
+A chunk of a prompt may be computed beside the next step if both functions are cut at the same layers. Their segments
+alternate, so that GPUs compute a segment of one function while the rows of the other are exchanged.
+
+After a step has failed, the contents of the KV cache are unknown, so all later steps fail, too.
 """
 
 import time
@@ -32,18 +34,18 @@ Result = TypeVar("Result")
 
 
 class TensorDevice(SeveralGpus):
-    """stages: in the order of their parts."""
+    """See the module. openers, stages: in the order of ranks."""
 
     def __init__(self, artifact, openers: Sequence[Opener]):
-        self._boxes: Any = None  # a transport
+        self._boxes: Any = None  # the transport (exchange/) if parts are exchanged while kernels run
         super().__init__(artifact, openers)
         manifest = self.stages[0].manifest
         functions = manifest["functions"]
         twins = [name + BESIDE for name in self.manifest["functions"] if name + BESIDE in functions]
         self._segments = {name: segments(functions, name) for name in [*self.manifest["functions"], *twins]}
         self._rounds = {name: function["rounds"] for name, function in functions.items()}
-        self._written: dict[str, np.ndarray] = {}  # inputs that chunks beside others have a second time
-        self._beside = ""  # the chunk that the next run computes, too
+        self._written: dict[str, np.ndarray] = {}  # the step's inputs, for `run_beside`, whose function has its own
+        self._beside = ""  # function that the next run also computes
 
     def _connect(self, devices: Sequence[Any]) -> None:
         manifest = devices[0].manifest
@@ -58,7 +60,7 @@ class TensorDevice(SeveralGpus):
     def _exchange_inline(self, devices: Sequence[Any]) -> None:
         try:
             self._boxes = boxes = boxes_between(self.artifact, devices)
-        except Unsuitable as e:  # there was memory for it before the model was loaded
+        except Unsuitable as e:  # the check before loading the model had enough memory
             raise MachineError(f"{e}; a smaller --ctx or cache leaves more of it") from e
         self._held.callback(boxes.close)
         names = boxes_of(self.manifest)
@@ -66,9 +68,9 @@ class TensorDevice(SeveralGpus):
             device.exchange_through(dict(zip(names, boxes.arguments(rank), strict=True)))
             for rank, device in enumerate(devices)
         ]
-        for _ in zip_longest(*prepared):  # one after the other: what they compute, they compute at the same time
+        for _ in zip_longest(*prepared):  # each iteration starts one step on all GPUs
             pass
-        if boxes.failed():  # of a GPU whose graphs do not work
+        if boxes.failed():  # a GPU's graph did not work, and the others waited for it
             boxes.reset()
 
     def write(self, name: str, values) -> None:
@@ -93,15 +95,16 @@ class TensorDevice(SeveralGpus):
         return all(device.can_start_ahead(function, late) for device in self.stages)
 
     def start(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
-        """Only functions of one segment."""
+        """See the protocol. function: must have one segment."""
         with self._working():
-            for device in self.stages:  # once some compute, they do not wait long for the others
+            for device in self.stages:  # all before the first start: kernels give up if others start much later
                 device.prepare(function, late=meanwhile is not None)
             self._begin_rounds(function)
             self._start(function, [*self.stages], meanwhile)
 
     def _start(self, function: str, devices: Sequence[Any], meanwhile: Callable[[], None] | None) -> None:
-        """The first device calls what starts the others: all compute what does not read LATE inputs meanwhile."""
+        """Starts the first device; its `meanwhile` starts the others, and the last device's is the caller's. So all
+        compute what does not read LATE inputs before the caller writes these."""
         first, *others = devices
         first.start(function, (lambda: self._start(function, others, meanwhile)) if others else meanwhile)
 
@@ -141,7 +144,8 @@ class TensorDevice(SeveralGpus):
         self.run(function)
 
     def _in_step(self, first: str, second: str) -> bool:
-        """Whether segments of both end at the same layers: functions of few rows exchange them within segments."""
+        """Whether the segments of both functions end at the same layers. (Functions of few rows may exchange parts
+        while kernels run, and so have fewer segments.)"""
 
         def inside(names: Sequence[str]) -> list[int]:
             return [sum(count for count, _ in self._rounds[name]) for name in names]
@@ -150,12 +154,12 @@ class TensorDevice(SeveralGpus):
         return inside(cut) == inside(self._segments[second][: len(cut)])
 
     def run_plain(self, function: str) -> None:
-        """Of one of the GPUs; the others compute as usual."""
+        """See the protocol. The last GPU computes launch by launch, the others as usual."""
         self._on_last(function, lambda device, name, meanwhile: device.run_plain(name, meanwhile))
 
     def time(self, function: str) -> list[tuple[str, float, float]]:
-        """Of one of the GPUs, exchanges of joint kernels with the product. See the protocol. UserError where it
-        cannot."""
+        """See the protocol. Times of the last GPU. A joint kernel (a product and its exchange) has the product's name.
+        Raises UserError if the GPU cannot measure times."""
         found = self._on_last(function, lambda device, name, meanwhile: device.time(name, meanwhile))
         return [(kernels_in(kernel)[0], *times) for part in found for kernel, *times in part]
 
@@ -168,8 +172,8 @@ class TensorDevice(SeveralGpus):
         return self.stages[-1].read(name, rows, first)
 
     def _on_last(self, function: str, compute: Callable[[Any, str, Callable[[], None]], Result]) -> list[Result]:
-        """Computes the segments of a function, on the last GPU like this: compute(device, segment, what starts the
-        others, to be called once it computes itself). Returns its results."""
+        """Computes the segments of a function, on the last GPU by `compute(device, segment, begin_others)`, which must
+        call `begin_others()` once its GPU computes. Returns what `compute` returned for each segment."""
         found, (*others, last) = [], self.stages
         with self._working():
             for number, name in enumerate(self._segments[function]):
@@ -180,8 +184,8 @@ class TensorDevice(SeveralGpus):
         return found
 
     def _in_turn(self, *functions: str) -> None:
-        """Computes the segments of a function, or of two, of which the first one always comes first: its rows may be
-        what those of the other attend to. "": none."""
+        """Computes the segments of one or two functions; "" stands for none. In each layer the first function comes
+        first, because rows of the second one may attend to rows of the first."""
         cuts = [self._segments[name] for name in functions if name]
         running: set[int] = set()
         with self._working():
@@ -197,7 +201,8 @@ class TensorDevice(SeveralGpus):
                         running.add(lane)
 
     def _hand_over(self, number: int, segment: str, lane: int = 0) -> None:
-        """Before a segment begins. lane: of the parts of the memory through which rows cross."""
+        """Chooses the parts of the `Handover` for a segment that will begin. lane: 0 or 1, the function whose segment
+        it is; each has PARTS parts."""
         for device in self.stages:
             device.hand_over(lane * PARTS + (number - 1) % PARTS, lane * PARTS + number % PARTS)
         self._begin_rounds(segment)
@@ -218,7 +223,7 @@ class TensorDevice(SeveralGpus):
             raise MachineError(f"{names} waited in vain for what the others computed; load the model again")
 
     def _finish(self, busy: Sequence[Any]) -> None:
-        """Waits for these GPUs."""
+        """Waits until these GPUs have finished their segment."""
         news = time.perf_counter()
         while busy:
             left, now = [device for device in busy if not device.finished()], time.perf_counter()
@@ -232,6 +237,6 @@ class TensorDevice(SeveralGpus):
         self._check_usable()
         try:
             yield
-        except BaseException as error:  # Ctrl-C, too: where it came is unknown
+        except BaseException as error:  # also Ctrl-C, which may have interrupted any of these lines
             self._failed = error
             raise

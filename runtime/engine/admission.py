@@ -1,7 +1,5 @@
-"""Which requests hold pages: those that start, those that are preempted, and the request that gets the next chunk.
-
-A step's pages are reserved here.
-"""
+"""Decides which requests hold pages of the KV cache: which waiting requests start, which running ones are preempted,
+and which request gets the chunk of the next step. It reserves the pages of a step."""
 
 from bisect import insort
 from collections import Counter
@@ -19,14 +17,14 @@ from mlc_amd.runtime.images.prepared import PreparedImage
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """Maxima."""
+    """Upper limits."""
 
-    singles: int = 64  # answers of a step
+    singles: int = 64  # single rows of a step, one for each answer
     chunk: int = 512  # tokens of a chunk
-    rows: int = 512  # tokens of a step with a chunk and single rows
-    scored: int = 64  # tokens of a chunk of which all logits are wanted
+    rows: int = 512  # rows of a step with a chunk and single rows
+    scored: int = 64  # tokens of a chunk whose logits are all computed
     running: int = 128  # requests that hold pages
-    queue: int = 1024  # requests that wait
+    queue: int = 1024  # waiting requests
     sizes: tuple[int, ...] = ()  # rows of the functions for a chunk without single rows, see `chunk_size`
 
     @property
@@ -36,11 +34,12 @@ class SchedulerLimits:
 
 
 class Admission:
-    """Requests on one cache. groups: of the scheduler.
+    """The requests on one cache. groups: see `Scheduler`.
 
-    running: in the order in which they were added. busy: of these, those that get a token of a step in progress, and
-    are not preempted before they have it. blocked: no further request can start until pages are released. missing:
-    images without features, which the last plan lacked. restore: see `Restoring.begin`."""
+    running: the running requests, in the order in which they were added. busy: those of them that will get a token from
+    a step in progress; they are not preempted before. blocked: no other request can start until pages are released.
+    missing: {request: images whose features the last plan needed and that are not encoded yet}. restore: see
+    `Restoring.begin`."""
 
     def __init__(self, cache: KvCache, limits: SchedulerLimits, groups: int) -> None:
         self.cache, self.limits, self._groups = cache, limits, groups
@@ -55,12 +54,13 @@ class Admission:
     # ---- single rows
 
     def reserve_rows(self, ready: list[Request], most: int) -> list[Request]:
-        """The requests that get a row, at most `most`, with pages for it."""
+        """Reserves pages for a single row of each request, of at most `most` of them. Returns the requests that get a
+        row. Preempts younger requests if there are too few pages."""
         if len(ready) > most:
             ready = sorted(fair_order(ready)[:most], key=number)
         rows = []
         for request in ready:
-            # A victim is younger than the request that needs its pages: it comes later in this loop, or not at all.
+            # The victim is younger than this request, so this loop has not given it a row yet.
             while request.state == "running" and not sequence_of(request).reserve(1):
                 if not (victim := self._youngest()):
                     break
@@ -71,7 +71,7 @@ class Admission:
         return rows
 
     def _youngest(self) -> Request | None:
-        """The youngest running request, whose pages others may get; None before a step in progress has its token."""
+        """The youngest running request, which may be preempted; None if it will get a token from a step in progress."""
         return None if self.running[-1] in self.busy else self.running[-1]
 
     def preempt(self, request: Request) -> None:
@@ -86,8 +86,9 @@ class Admission:
     def plan_chunk(
         self, singles: list[Request], prefilling: dict[Hashable, Request], alone: bool
     ) -> PlannedChunk | None:
-        """The chunk of the first client with room. Removes `singles` whose pages an older request needs.
-        prefilling: of each client; alone: the last step was that of a chunk alone."""
+        """Plans a chunk of a prompt, of the first client for whose chunk there is room. Removes requests from `singles`
+        if an older request needs their pages. prefilling: {client: its first running request with a prompt to compute}.
+        alone: whether the last step was a chunk alone."""
         most = min(self.limits.chunk, self.limits.rows - len(singles))
         for key, queue in self.queues:
             request, waiting = prefilling.get(key), self._first(key, queue)
@@ -109,7 +110,7 @@ class Admission:
         return None
 
     def _chunk(self, request: Request, most: int, sizes: tuple[int, ...]) -> PlannedChunk | None:
-        """None: it waits for an image's features."""
+        """The next chunk of a request, at most `most` tokens; None if it must wait for the features of an image."""
         sequence, scored = sequence_of(request), request.scored
         count = chunk_size(sequence.pending, sizes, min(sequence.room, most))
         start, count = sequence.computed, sequence.step_size(count)
@@ -123,12 +124,12 @@ class Admission:
             return PlannedChunk(request, sequence, start, count, answers, alone=count > most)
         if start < scored:
             return PlannedChunk(request, sequence, start, min(count, scored - start), False, alone=count > most)
-        # Without single rows it may be longer than `most`.
+        # The step has no single rows, so the chunk may be longer than `most`.
         count = sequence.step_size(min(sequence.room, self.limits.scored))
         return PlannedChunk(request, sequence, start, count, False, scored=True, alone=True)
 
     def _first(self, key: Hashable, queue: SequenceOf[Request]) -> Request | None:
-        """The first of a client's waiting requests that could start."""
+        """The first waiting request of a client that could start, or None."""
         if not queue or (self.running and self.blocked):
             return None
         if self._full and (any(request.client == key for request in self.running) or self._most_running() is None):
@@ -145,7 +146,8 @@ class Admission:
         return next(request for request in reversed(self.running) if request.client == key) if count > 1 else None
 
     def _admit(self, request: Request, singles: list[Request]) -> bool:
-        """Starts a waiting request, unless one would soon be preempted for its pages."""
+        """Starts a waiting request, unless a request would soon be preempted as a consequence. Returns whether it
+        did."""
         sequence = sequence_of(request)
         sequence.match(request.scored)
         if self.restore(request):
@@ -170,7 +172,7 @@ class Admission:
         return True
 
     def _make_room(self, request: Request, singles: list[Request]) -> bool:
-        """Whether there is room for a chunk of a running request, for which younger ones are preempted."""
+        """Makes room for a chunk of a running request, by preempting younger ones. Returns whether there is room."""
         sequence = sequence_of(request)
         sequence.match(request.scored)
         while sequence.room < sequence.least and (victim := self._youngest()) not in (None, request):
@@ -178,13 +180,13 @@ class Admission:
         return sequence.room >= sequence.least
 
     def _preempt_with_row(self, victim: Request, singles: list[Request]) -> None:
-        """`preempt`; it has no row of this step either."""
+        """Preempts a request, and takes its row in the planned step away."""
         self.preempt(victim)
         if victim in singles:
             singles.remove(victim)
 
 
 def sequence_of(request: Request) -> Sequence:
-    """Of a request that was added."""
+    """The sequence of a request that was added to the scheduler."""
     assert request.sequence is not None, "the request was never added"
     return request.sequence

@@ -1,5 +1,5 @@
-"""A call of `Engine.generate`, and its answers: from the tokens of steps, by the thread that computes these
-(steps.py), to pieces of text for the consumer of an answer, and its statistics."""
+"""A call of `Engine.generate`, and its answers. In: the tokens of steps, from the thread that computes them (steps.py).
+Out: pieces of text for the thread that consumes the answer, and statistics."""
 
 import threading
 import time
@@ -32,9 +32,11 @@ from mlc_amd.runtime.text.tokenizer import Tokenizer
 
 
 class Answer:
-    """index: its number among the answers of the call. listener, progress: called by the computing thread, for each
-    token and its end, and between chunks of the first prompt; an error of `progress` ends the answer. error: why it
-    failed, if it did; done: no more pieces are added."""
+    """An answer in progress. index: its number among the answers of the call. error: why it failed, or None. done: no
+    more pieces will be added.
+
+    The computing thread calls `listener` after each token and at the end of the answer, and `progress` before and after
+    each chunk of the prompt. An error of `progress` ends the answer."""
 
     def __init__(
         self, tokenizer: Tokenizer, call: "GenerateCall", request: Request, sampling: Sampling, index: int
@@ -43,10 +45,11 @@ class Answer:
         self.constraint = call.constraint() if call.constraint else None
         self._logprobs, self._min_tokens = call.logprobs, call.min_tokens
         self._rewindable = self.constraint if isinstance(self.constraint, RewindableConstraint) else None
-        # masks of the tokens that are chosen next, or why there is none: an error if the answer gets there
+        # The constraint's masks for the next tokens (None: all tokens are allowed). An exception in place of a mask is
+        # raised if the answer reaches that token.
         self._masks: deque[np.ndarray | Exception | None] = deque()
         ends = tokenizer.end_ids.union(call.stop_ids)
-        if call.min_tokens >= ENDLESS:  # then the caller's tokens end it
+        if call.min_tokens >= ENDLESS:  # only the caller's stop_ids may end the answer
             ends = ends.difference(call.stop_ids)
         self._endless = without_ends(sampling, ends) if call.min_tokens else sampling
         self._seed = Sampler(sampling).seed
@@ -54,15 +57,16 @@ class Answer:
         self.error: BaseException | None = None
         self.done = False
         self.listener: Callable[[], None] | None = None
-        self._limited = request.max_tokens is not None  # the caller's limit, not the context's, ends it
+        self._limited = request.max_tokens is not None  # whether the limit is the caller's, not that of the context
         self._end_ids, self._vocab, self._stop = tokenizer.end_ids, tokenizer.vocab_size, call.stop
         self._stop_ids, self._include_stop = call.stop_ids, call.include_stop
-        named = tokenizer.controls_in(call.stop)  # their texts are searched for stop texts, and not part of the result
+        # Control tokens in stop texts: their texts are searched, but are not part of the result.
+        named = tokenizer.controls_in(call.stop)
         self._hidden = {token: len(text) for text, token in named.items() if text not in call.shown}
         self._decoder = tokenizer.stream(shown=named.keys() | set(call.shown))
-        self._lock = threading.Lock()  # of all below, which both threads change
-        self._tokens: deque[ChosenToken] = deque()  # whose text is not decoded yet
-        # whose text may be part of a stop text, or ends inside a character
+        self._lock = threading.Lock()  # for all attributes below: both threads change them
+        self._tokens: deque[ChosenToken] = deque()  # tokens that are not decoded yet
+        # Decoded tokens whose text may be the beginning of a stop text, or ends inside a character.
         self._held: list[tuple[ChosenToken, str]] = []
         self._pieces: deque[Piece] = deque()
         self.progress = None if index else call.progress
@@ -72,13 +76,13 @@ class Answer:
     # ---- the computing side
 
     def begin(self) -> None:
-        """Its prompt is about to be computed."""
+        """To be called before its prompt is computed."""
         if not self.request.generated:
             self.stats.cached_tokens = self.request.cached or 0
             self.prefilled(0)
 
     def prefilled(self, done: int) -> None:
-        """So many of the prompt's tokens that were not cached are computed."""
+        """Reports progress. done: how many of the prompt's tokens that were not cached are computed."""
         if self.progress:
             try:
                 self.progress(done, self.stats.prompt_tokens - self.stats.cached_tokens)
@@ -87,23 +91,24 @@ class Answer:
 
     @property
     def guessable(self) -> bool:
-        """Whether its next tokens may be guessed: a constraint must then be able to go back."""
+        """Whether its next tokens may be guessed. A constraint must be able to go back for this."""
         return (self.constraint is None or self._rewindable is not None) and not self.done
 
     @property
     def limit_guesses(self) -> Callable[[Sequence[int], int], list[int]] | None:
-        """`RewindableConstraint.guesses`, where it has a constraint."""
+        """`RewindableConstraint.guesses` of its constraint, or None without such a constraint."""
         return self._rewindable.guesses if self._rewindable else None
 
     @property
     def choice(self) -> TokenChoice:
-        """How its next token is chosen, but for its constraint."""
+        """How its next token is chosen, without its constraint's mask."""
         sequence = self.request.sequence
         assert sequence is not None, "its request was added"
         return TokenChoice(self._sampling(0), self._seed, sequence.tokens, logprobs=self._logprobs)
 
     def choices(self, guesses: Sequence[int] = ()) -> list[TokenChoice]:
-        """How its next token is chosen, and those after each guess; of no matter if its constraint fails."""
+        """How its next token is chosen, and the token after each guess: 1 + len(guesses) choices. If its constraint
+        fails, the answer fails and the choices do not matter."""
         choice, places = self.choice, range(len(guesses) + 1)
         self._masks.clear()
         if self.constraint:
@@ -115,7 +120,8 @@ class Answer:
         return [choice._replace(sampling=self._sampling(i), allowed=masks[i], guessed=guesses[:i]) for i in places]
 
     def _masks_after(self, constraint: Constraint, guesses: Sequence[int]) -> list[np.ndarray | Exception | None]:
-        """Masks of the next token and of those after each guess; after an error, it."""
+        """The masks for the next token and for the token after each guess. After an error, the error takes the place of
+        the remaining masks."""
         found, accepted = [], 0
         try:
             for guess in [*guesses, None]:
@@ -133,31 +139,32 @@ class Answer:
 
     @property
     def may_overlap(self) -> bool:
-        """Whether its next step may start before it has its token of the one in progress."""
-        return not self.done and self._logprobs is None  # these are read from logits, which that step overwrites
+        """Whether its next step may start before its token of the step in progress is known."""
+        return not self.done and self._logprobs is None  # log-probabilities need logits, which the next step overwrites
 
     @property
     def predictable(self) -> bool:
-        """Whether the choice of a token does not depend on those before it: `next_choice`."""
+        """Whether the choice of a token does not depend on the tokens before it; then `next_choice` may be used."""
         return self.constraint is None and not self.sampling.penalizes
 
     def next_choice(self) -> TokenChoice:
-        """How the token after its next one is chosen, whatever the next one is."""
+        """How the token after its next token is chosen. It must be `predictable`."""
         sequence = self.request.sequence
         assert sequence is not None, "its request was added"
         return TokenChoice(self._sampling(1), self._seed, sequence.tokens, guessed=UNKNOWN)
 
     def _sampling(self, offset: int) -> Sampling:
-        """Of the next token but `offset`."""
+        """The sampling parameters for the token `offset` places after its next token."""
         return self._endless if self.stats.generated + offset < self._min_tokens else self.sampling
 
     def verified(self, guessed: int, accepted: int) -> None:
-        """So many guesses were verified."""
+        """Counts guesses that were verified, and those of them that were right."""
         self.stats.guessed += guessed
         self.stats.accepted += accepted
 
     def push(self, chosen: ChosenToken) -> str | None:
-        """Adds its next token. Returns why it ends there, if it does: "stop", "length", "context", "interrupted"."""
+        """Adds its next token. Returns the reason if this ends the answer ("stop", "length", "context", "interrupted"),
+        otherwise None."""
         now = time.perf_counter()
         if self._first is None:
             self._first, self.stats.prefill_s = now, now - self._begun
@@ -193,24 +200,25 @@ class Answer:
         return None
 
     def end_with_prompt(self) -> str:
-        """Its prompt is computed, and no token is wanted. Returns why it ended."""
+        """Ends an answer without tokens (max_tokens = 0), whose prompt is computed. Returns why it ended."""
         if self.done:
             return self.stats.finish
         self.stats.prefill_s = self.stats.ttft_s = time.perf_counter() - self._begun
         return self._end("length")
 
     def fail(self, error: BaseException) -> str:
-        """Ends it with an error. Returns why it ended."""
+        """Ends the answer with an error. Returns why it ended."""
         if not self.done:
             self.error = error
         return self.interrupt()
 
     def interrupt(self) -> str:
-        """Ends it as if it were complete. Returns why it ended."""
+        """Ends the answer as if it were complete. Returns why it ended."""
         return self.stats.finish if self.done else self._end("interrupted", flush=False)
 
     def _end(self, reason: str, flush: bool = True) -> str:
-        """flush: an incomplete character becomes U+FFFD."""
+        """Ends the answer. flush: whether an incomplete character at the end becomes U+FFFD; otherwise it is
+        dropped."""
         self.stats.finish = reason
         with self._lock:
             if not self._decode() and self._held:
@@ -222,7 +230,7 @@ class Answer:
         return reason
 
     def _end_at(self, chosen: ChosenToken) -> str:
-        """Ends it at one of the caller's tokens."""
+        """Ends the answer at a token of `stop_ids`."""
         if self._include_stop:
             self.stats.generated += 1
             with self._lock:
@@ -242,7 +250,7 @@ class Answer:
 
     @property
     def complete(self) -> bool:
-        """Whether it is done and all its pieces are taken: it then ended with its error, if it has one."""
+        """Whether it is done and all its pieces have been taken. Only then should the consumer raise its error."""
         return self.done and not (self._tokens or self._pieces)
 
     def take(self) -> list[Piece]:
@@ -251,10 +259,10 @@ class Answer:
             self._decode()
             return [self._pieces.popleft() for _ in range(len(self._pieces))]
 
-    # ---- with the lock
+    # ---- methods that need the lock
 
     def _decode(self) -> bool:
-        """Makes pieces of the tokens. Returns whether there is a stop text, which ends them."""
+        """Makes pieces of new tokens, up to a stop text. Returns whether there is a stop text."""
         while self._tokens:
             chosen = self._tokens.popleft()
             self._held.append((chosen, self._decoder.push(chosen.token)))
@@ -263,10 +271,11 @@ class Answer:
         return False
 
     def _release(self, last: bool = False) -> bool:
-        """Makes pieces of the held tokens with certain texts; last: of all. Returns whether there is a stop text."""
+        """Makes pieces of the held tokens whose text cannot be part of a stop text; last: of all held tokens. Returns
+        whether there is a stop text."""
         text, stopped, _ = split_at("".join(text for _, text in self._held), self._stop, last)
         every, left, count = last or stopped is not None, len(text), 0
-        stop = len(stopped) if stopped and self._include_stop else 0  # characters of it that are still to be shown
+        stop = len(stopped) if stopped and self._include_stop else 0  # characters of the stop text left to show
         for chosen, own in self._held if every or not self._decoder.incomplete else self._held[:-1]:
             if len(own) > left and not every:
                 break
@@ -280,7 +289,7 @@ class Answer:
 
 @dataclass
 class GenerateCall:
-    """Arguments of `Engine.generate`; prompts: ids. UserError for those that cannot be used."""
+    """The arguments of `Engine.generate`. prompts: token ids. Raises UserError for invalid arguments."""
 
     prompts: Sequence[list[int]]
     sampling: Sampling
@@ -306,8 +315,8 @@ class GenerateCall:
             raise UserError(f"constraint is {shorten(self.constraint)}: it must be a function that makes a constraint")
 
     def answers(self, tokenizer: Tokenizer, longest: int) -> list[Answer]:
-        """New answers: those to the first prompt, then those to the next one. longest: tokens that the cache holds of a
-        sequence; where they are fewer than max_tokens, they are the limit."""
+        """New answers: n to the first prompt, then n to the next one, and so on. longest: how many tokens of a sequence
+        the cache holds; this limits answers whose max_tokens is larger."""
         found = []
         for ids in self.prompts:
             most = longest - len(ids) + 1  # the last token is not computed

@@ -1,4 +1,5 @@
-"""Steps without scheduler, for logits and measurements, of one sequence or several. Callers hold the step lock."""
+"""Computes steps without the scheduler, for logits and measurements. In: one or several sequences. Out: logits or
+tokens. Callers must hold the step lock."""
 
 from collections.abc import Sequence as SequenceOf
 
@@ -13,7 +14,8 @@ from mlc_amd.runtime.engine.sampled_rows import GREEDY
 
 
 def reserve(sequence: Sequence, count: int, guesses: int = 0) -> None:
-    """Pages for the next `count` tokens, and for guesses. ContextFull where the cache has none."""
+    """Reserves pages for the next `count` tokens of a sequence, and for guesses. Raises ContextFull if there are
+    none."""
     if not sequence.reserve(count, guesses):
         raise ContextFull(
             f"the KV cache has no room for {count + guesses} more tokens beside those of other sequences",
@@ -22,7 +24,7 @@ def reserve(sequence: Sequence, count: int, guesses: int = 0) -> None:
 
 
 def next_chunk(cache: KvCache, runner: Runner, sequence: Sequence) -> ChunkRows:
-    """The next pending tokens of a sequence, which then has pages for them and a slot."""
+    """The next chunk of a sequence's pending tokens. Reserves their pages, and assigns the sequence a slot."""
     functions = runner.functions
     most = rows_at_once(len(sequence.tokens), functions.chunk_sizes, runner.stages)
     count = sequence.step_size(chunk_size(sequence.pending, functions.chunk_sizes, most))
@@ -35,8 +37,8 @@ def next_chunk(cache: KvCache, runner: Runner, sequence: Sequence) -> ChunkRows:
 
 
 def compute(cache: KvCache, runner: Runner, sequence: Sequence) -> np.ndarray | None:
-    """Computes the pending tokens of a sequence, in chunks. Returns the logits of the last one, float32 [vocab], in
-    memory that the next step overwrites; None if there are none."""
+    """Computes the pending tokens of a sequence, in chunks. Returns the logits of the last token, float32 [vocab], in
+    memory that the next step overwrites; None if no tokens are pending."""
     logits = None
     while sequence.pending:
         chunk = next_chunk(cache, runner, sequence)
@@ -56,24 +58,26 @@ class Batch:
         self._sequences = [cache.sequence() for _ in range(count)]
 
     def prefill(self, ids: np.ndarray) -> None:
-        """Appends ids [count, tokens], sequence by sequence. ContextFull where the cache has no room."""
+        """Appends ids, int [count, tokens], to the sequences, and computes them one sequence after the other. Raises
+        ContextFull if the cache has no room."""
         for sequence, row in zip(self._sequences, ids.tolist(), strict=True):
             sequence.append(row)
             compute(self._cache, self._runner, sequence)
 
     @property
     def rows(self) -> int:
-        """Of a step, at most."""
+        """The largest number of rows of a step."""
         return self._runner.functions.single_rows
 
     @property
     def guess_room(self) -> int:
-        """How many guesses each sequence may have in a step. Sequences share the cells of states."""
+        """How many guesses each sequence may have in a step. Sequences of models with states share the cells for
+        them."""
         room = min(sequence.guess_room for sequence in self._sequences)
         return room // len(self._sequences) if self._cache.cells else room
 
     def step(self, ids: SequenceOf[int]) -> list[int]:
-        """Appends a token to each sequence. Returns the most likely next ones."""
+        """Appends a token to each sequence. Returns the most likely next token of each."""
         return self.verify([[token] for token in ids], [1] * len(ids))
 
     @property
@@ -82,9 +86,11 @@ class Batch:
         return self._runner.can_start_ahead(len(self._sequences))
 
     def decode(self, ids: SequenceOf[int], count: int, ahead: bool = True) -> list[list[int]]:
-        """Appends a token to each sequence, and the most likely ones after it, `count` altogether. Returns these of
-        each. ahead: as for answers, each step starts while the one before it is in progress, where the device can;
-        several GPUs compute steps of as many groups of sequences."""
+        """Appends `count` tokens to each sequence: the given one, then the most likely one each time. Returns them.
+
+        ahead: steps start as they do for answers. Each step starts while the step before is in progress, if the device
+        can do that. With several GPUs that have layers each, sequences are divided into as many groups, each with steps
+        of its own."""
         runner, sequences = self._runner, self._sequences
         if not (ahead and self.can_start_ahead):
             for _ in range(count):
@@ -110,8 +116,9 @@ class Batch:
         return [sequence.tokens[-count:] for sequence in sequences]
 
     def verify(self, ids: SequenceOf[SequenceOf[int]], kept: SequenceOf[int]) -> list[int]:
-        """Computes several further tokens of each sequence, `rows` altogether at most, and appends the first `kept`, as
-        a step with guesses of which so many are right. Returns the most likely token after each row."""
+        """Computes several tokens of each sequence in one step, `rows` in total at most, and keeps the first `kept` of
+        each
+        sequence: like a step with guesses of which some are right. Returns the most likely token after each row."""
         for sequence, tokens in zip(self._sequences, ids, strict=True):
             reserve(sequence, 1, len(tokens) - 1)
         self._cache.assign_slots(self._sequences)
@@ -123,7 +130,7 @@ class Batch:
         return [choice.token for choice in chosen]
 
     def truncate(self, n: int) -> None:
-        """Keeps the first n tokens of each, and computes again what that takes."""
+        """Keeps the first n tokens of each sequence. Tokens whose keys are lost are computed again."""
         for sequence in self._sequences:
             sequence.truncate(n)
             compute(self._cache, self._runner, sequence)

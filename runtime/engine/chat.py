@@ -1,8 +1,9 @@
-"""A conversation with a model: turns of text in, streamed answers out.
+"""A conversation with a model. In: the user's messages. Out: streamed answers.
 
-A turn renders the whole conversation through the model's chat template, and the engine prefills only what is not in the
-KV cache. The messages always match what was shown: an interrupted answer is kept as far as it was shown, a turn that
-failed before its first word is not. The model's thinking is no part of the messages, as in chat templates.
+Each turn renders the whole conversation by the model's chat template; the engine computes only tokens that are not in
+the KV cache. The messages always match what was shown to the user: of an interrupted answer, the part that was shown is
+kept; a turn that failed before its first word is not kept. The model's thinking is not part of the messages, as in chat
+templates.
 """
 
 import json
@@ -28,7 +29,7 @@ from mlc_amd.runtime.text.traced_text import Traced
 
 ON_FULL = ("error", "drop")
 _FORMAT = 1  # of saved conversations
-# Tokens that `drop` reserves for an answer without max_tokens: a fraction (1/4) of the context, and a maximum.
+# With on_full="drop", room for an answer without max_tokens: 1/_RESERVE_FRACTION of the context, at most _RESERVE_MAX.
 _RESERVE_FRACTION, _RESERVE_MAX = 4, 512
 
 
@@ -45,11 +46,14 @@ class TurnOptions(SamplingChanges, total=False):
 class Conversation:
     """Messages of the roles system, user and assistant, in order, and an engine that generates the answers.
 
-    system: the system message or None. sampling: sampling parameters, None: the model's defaults (may be replaced
-    between turns). on_full: when the conversation exceeds the context, "error" raises ContextFull, "drop" removes the
-    oldest turns but never the system message. thinking: a value of `chat_template.THINKING`, UserError for one that the
-    model's template does not support. format: the marks of the parts of an answer. dropped: number of messages removed
-    so far. constrain: a function from a rendered prompt to the `constraint` of the answer (`Engine.generate`).
+    system: the system message or None. sampling: sampling parameters, None for the model's defaults; may be replaced
+    between turns. on_full: what to do when the conversation exceeds the context: "error" raises ContextFull, "drop"
+    removes the oldest turns, but never the system message. thinking: a value of `chat_template.THINKING`; UserError if
+    the model's template does not support it.
+
+    format: the format of thinking and answer in the model's output. dropped: number of messages removed so far.
+    constrain: a function that makes the `constraint` of an answer (`Engine.generate`) from the rendered prompt, or
+    None.
     """
 
     constrain: Callable[[str], Callable[[], Constraint]] | None = None
@@ -68,8 +72,9 @@ class Conversation:
         self.format = reasoning.detect(engine.tokenizer.has_token)
         self.messages: list[Message] = []
         self.dropped = 0
-        self._generation: Generation | None = None  # of the last answer
-        # The last prompt with its answer as rendered text, and as ids, with those that were generated, and images.
+        self._generation: Generation | None = None  # that of the last answer
+        # The last prompt and its answer: as rendered text, and as pieces (token ids, with the generated ones, and
+        # images).
         self._rendered, self._rendered_pieces = Traced(), []
         self.system = system
 
@@ -117,7 +122,7 @@ class Conversation:
         self._rendered, self._rendered_pieces = Traced(), []
 
     def undo(self) -> Content | None:
-        """Removes the user's last message and all after it, and returns its content; None where there is no turn."""
+        """Removes the user's last message and all messages after it. Returns its content; None if there is no turn."""
         turn = max((i for i, message in enumerate(self.messages) if message["role"] == "user"), default=None)
         if turn is None:
             return None
@@ -126,7 +131,7 @@ class Conversation:
         return content
 
     def ask(self, text: str | Sequence[Mapping[str, Any]], **options: Unpack[TurnOptions]) -> str:
-        """The whole answer of `chat`, with the same options. Where the engine's `cancel` ends it, as far as it is."""
+        """The whole answer of `chat`, with the same options. If the engine's `cancel` ends it, the part so far."""
         return "".join(self.chat(text, **options))
 
     def chat(
@@ -140,7 +145,8 @@ class Conversation:
         progress: ProgressCallback | None = None,
         **changes: Unpack[SamplingChanges],
     ) -> Generator[str, None, None]:
-        """The answer of `stream`, with the same arguments, in pieces, without the model's thinking and calls."""
+        """`stream`, with the same arguments, but yields only the text of the answer, without the model's thinking and
+        calls."""
         return _final(
             self.stream(text, max_tokens, stop, sampling=sampling, thinking=thinking, progress=progress, **changes)
         )
@@ -159,10 +165,11 @@ class Conversation:
         """Adds a user turn and yields the answer in parts; closing the iterator stops it and keeps what was yielded.
 
         text: a text, or a list of parts (runtime/text/messages.py). sampling, thinking: for this turn, instead of the
-        conversation's; changes: single sampling parameters. max_tokens, stop, progress: as in `Engine.generate`.
-        Raises UserError for arguments out of range, at once; at the first step, ContextFull if the conversation does
-        not fit, before anything is computed, and UserError where the template or the engine rejects the messages. The
-        conversation is then unchanged, as it is if the answer is stopped before its first word or within the thinking.
+        conversation's; changes: single sampling parameters. max_tokens, stop, progress: see `Engine.generate`.
+
+        Raises UserError for invalid arguments, at once. The first `next` raises ContextFull if the conversation does
+        not fit, and UserError if the template or the engine rejects the messages. The conversation is unchanged after
+        such an error, and if the answer is stopped before its first word.
         """
         template = self.engine.chat_template
         variables = self._variables if thinking is None else template.switch(thinking)
@@ -194,7 +201,7 @@ class Conversation:
                 if part.kind != "final":
                     hidden = True
                     yield part
-                # In a plain dialogue the answer begins with the space that the template writes after "Assistant:".
+                # The fallback template ends with "Assistant:", so the answer begins with a space.
                 elif out := part.text.lstrip() if template.is_fallback and not shown else part.text:
                     shown += out
                     yield reasoning.AnswerPart("final", out)
@@ -211,7 +218,7 @@ class Conversation:
     def _fit(
         self, messages: list[Message], max_tokens: int | None, variables: Mapping[str, Any]
     ) -> tuple[list[Message], Traced, list[PromptPiece]]:
-        """The messages that are kept, their rendered prompt and its pieces."""
+        """(messages that are kept, their rendered prompt, its pieces). Raises ContextFull."""
         context = self.engine.context
         reserve = 1
         if self.on_full == "drop":
@@ -237,21 +244,21 @@ class Conversation:
             messages = messages[:first] + messages[later[0] :]
 
     def _encode(self, prompt: Traced, images: list[bytes]) -> list[PromptPiece]:
-        """The pieces of the rendered conversation; generated ids stay as they were generated: a model may split a word
-        into other tokens than the tokenizer, which would miss the cache from there on."""
+        """The pieces of the rendered conversation. The ids of the last answer stay as the model generated them: a model
+        may divide a word into other tokens than the tokenizer does, and other ids would not be in the cache."""
         tokenizer = self.engine.tokenizer
         if self._rendered and prompt.begins_with(self._rendered):
             rest = self.engine.images.encode(
                 prompt[len(self._rendered) :], images[self._rendered.count(IMAGE) :], False
             )
-            # Only an added token separates safely: elsewhere, the text on both sides may form one token.
+            # The rest must begin with an added token: otherwise a token could span the border between both texts.
             if rest and not isinstance(rest[0], PreparedImage) and tokenizer.is_added(rest[0][0]):
                 return self._rendered_pieces + rest
         return self.engine.images.encode(prompt, images)
 
     def save(self, path: str | Path) -> None:
-        """Writes the messages as JSON, atomically; where the cache is kept on disk, what it has of the conversation to
-        the file PATH.cache, too."""
+        """Writes the messages as JSON, atomically. If the cache is kept on disk, also writes the conversation's part of
+        the cache, to the file PATH.cache. Raises UserError."""
         path = Path(path).expanduser()
         messages = [{"role": message["role"], "content": content_of(message, True)} for message in self.messages]
         text = json.dumps({"format": _FORMAT, "messages": messages}, ensure_ascii=False, indent=1) + "\n"
@@ -273,8 +280,8 @@ class Conversation:
             self.engine.stored.save(self._generation.sequences[0], _cache_of(path))
 
     def load(self, path: str | Path) -> None:
-        """Replaces the messages, the system message too, by saved ones. UserError if the file has none. What was saved
-        of the cache is used where it is this model's, and the cache is kept on disk."""
+        """Replaces all messages, also the system message, by saved ones. Raises UserError if the file is not a saved
+        conversation. If the cache is kept on disk, the saved part of it is used, unless it is another model's."""
         path = Path(path).expanduser()
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -295,17 +302,17 @@ class Conversation:
         self.reset()
         self.messages = messages
         if self.engine.keeps_on_disk and _cache_of(path).exists():
-            with suppress(UserError):  # it is computed again
+            with suppress(UserError):  # without the saved cache, the conversation is computed again
                 self.engine.stored.open(self, _cache_of(path))
 
 
 def _cache_of(path: Path) -> Path:
-    """Beside a saved conversation."""
+    """The file for the cache of a saved conversation."""
     return path.with_name(f"{path.name}.cache")
 
 
 def _final(parts: Generator[reasoning.AnswerPart, None, None]) -> Generator[str, None, None]:
-    """The text of the answer itself; closing this closes `parts`."""
+    """The texts of the parts of kind "final". Closing this iterator closes `parts`."""
     with closing(parts):
         for part in parts:
             if part.kind == "final":
@@ -313,7 +320,7 @@ def _final(parts: Generator[reasoning.AnswerPart, None, None]) -> Generator[str,
 
 
 def _parts(pieces: Iterator[Piece], parser: reasoning.Parser, generated: list[int]) -> Iterator[reasoning.AnswerPart]:
-    """The parts of a generated text; its ids are appended to `generated`."""
+    """The parts of a generated text. Appends its token ids to `generated`."""
     for piece in pieces:
         generated.append(piece.id)
         yield from parser.feed(piece.text)

@@ -15,18 +15,18 @@ class _Client:
 
 
 class ClientQueues:
-    """Requests of all clients that are not done. waiting: how many of them wait."""
+    """The requests of all clients that are not done. waiting: the number of waiting ones."""
 
     def __init__(self) -> None:
         self.waiting = 0
-        self._clients: OrderedDict[Hashable, _Client] = OrderedDict()  # the one that is served next first
+        self._clients: OrderedDict[Hashable, _Client] = OrderedDict()  # in the order in which they are served
 
     def __iter__(self) -> Iterator[tuple[Hashable, Sequence[Request]]]:
         """Clients in the order in which they are served, with their waiting requests, the oldest first."""
         return ((key, client.waiting) for key, client in self._clients.items())
 
     def add(self, request: Request) -> None:
-        """A new request, which waits."""
+        """Adds a new request, as waiting."""
         self._clients.setdefault(request.client, _Client()).unfinished += 1
         self.wait(request)
 
@@ -36,19 +36,19 @@ class ClientQueues:
         self.waiting += 1
 
     def dequeue(self, request: Request) -> None:
-        """The request waits no longer."""
+        """Removes a request from those that wait."""
         self._clients[request.client].waiting.remove(request)
         self.waiting -= 1
 
     def finish(self, request: Request) -> None:
-        """The request, which does not wait, is done."""
+        """Removes a request that is done. It must not be waiting."""
         client = self._clients[request.client]
         client.unfinished -= 1
         if not client.unfinished:
             del self._clients[request.client]
 
     def served(self, key: Hashable) -> None:
-        """All other clients are served before this one again."""
+        """Moves a client to the end of the order."""
         self._clients.move_to_end(key)
 
 
@@ -57,7 +57,7 @@ def number(request: Request) -> int:
 
 
 def fair_order(requests: Sequence[Request]) -> list[Request]:
-    """The order in which running requests get a row: clients alternate, and so do the requests of each client."""
+    """The order in which running requests get a row: clients alternate, and within a client its requests alternate."""
     ranks: dict[Hashable, int] = {}
     order = []
     for request in sorted(requests, key=lambda request: request.last_step):

@@ -1,5 +1,5 @@
-"""Texts to vectors and scores: a loaded encoder. Texts of all callers share steps; a text never waits for one that came
-later."""
+"""A loaded embedding or ranking model. In: texts. Out: vectors or scores. The texts of all callers share steps; texts
+are computed in the order in which they came."""
 
 import threading
 from collections import deque
@@ -17,11 +17,12 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import RunOptions
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 
-Ids = Sequence[int | str] | np.ndarray  # of strings their ids
+Ids = Sequence[int | str] | np.ndarray  # token ids; a string stands for its ids
 
 
 class _Job:
-    """One text: its ids, then its rows of results [answers, features], or why there are none."""
+    """A text. ids: int32 [tokens]. rows: its results, float32 [answers, features], once it is computed. error: why
+    there are none."""
 
     def __init__(self, ids: np.ndarray) -> None:
         self.ids = ids
@@ -34,13 +35,15 @@ class _Job:
 
 
 class Encoder(Closing):
-    """A loaded embedding or ranking model on a device, a context manager that closes it. May be used from several
-    threads. context: tokens of a text, at most; features: numbers of a vector; sizes: (rows, name) of functions."""
+    """A loaded embedding or ranking model on a device. It is a context manager that closes it. Several threads may use
+    it.
+    context: largest number of tokens of a text. features: length of a vector. sizes: (rows, name) of each function,
+    ascending."""
 
     kv_usage = KvUsage(0, 0)
 
     def __init__(self, artifact: Artifact, device) -> None:
-        """device: of `open_device`. UserError for a model that generates text."""
+        """device: from `open_device`. Raises UserError for a model that generates text."""
         manifest = artifact.manifest
         if not manifest["model"]["encoder"]:
             name = manifest["name"]
@@ -53,12 +56,12 @@ class Encoder(Closing):
         self.tokenizer = Tokenizer.load(artifact.path)
         self.sizes = sorted((f["rows"], name) for name, f in manifest["functions"].items())
         self._waiting: deque[_Job] = deque()
-        self._guard, self._step = threading.Lock(), threading.Lock()  # of the queue; of the device
+        self._guard, self._step = threading.Lock(), threading.Lock()  # for the queue; for the device
         self._running, self._closed = 0, False
 
     @classmethod
     def load(cls, path: str | Path, options: RunOptions | None = None) -> "Encoder":
-        """Loads an artifact. UserError if it cannot run."""
+        """Loads an artifact. Raises UserError if it cannot run on this machine."""
         options = options or RunOptions()
         artifact = Artifact.open(path, options.verify)
         return cls(artifact, open_device(artifact, options.device, options.threads))
@@ -68,12 +71,12 @@ class Encoder(Closing):
 
     @property
     def queue(self) -> RequestCounts:
-        """How many texts wait, and how many are being computed."""
+        """The number of texts that wait, and of those that are being computed."""
         return RequestCounts(len(self._waiting), self._running)
 
     @property
     def longest(self) -> int:
-        """Tokens that a text may have."""
+        """The largest number of tokens of a text."""
         return self.context
 
     @property
@@ -88,16 +91,18 @@ class Encoder(Closing):
                 self.device.close()
                 self.artifact.close()
 
-    # ---- what callers want
+    # ---- vectors and scores
 
     def embed(
         self, texts: str | Sequence[str | Ids], normalize: bool = True, truncate: bool = False, dimensions: int = 0
     ) -> np.ndarray | list[np.ndarray]:
-        """The vectors of texts, or of lists of token ids, float32 [n, features]; of a model without pooling a list of
-        float32 [tokens, features].
+        """The vectors of texts, or of lists of token ids: float32 [n, features]. For a model without pooling: a list of
+        float32 [tokens, features], one for each text.
 
-        normalize: to length 1. truncate: longer texts lose what is too much; else UserError. dimensions: only so many
-        leading numbers of a vector, for models that were trained for that. UserError for a ranking model."""
+        normalize: scales each vector to length 1. truncate: cuts texts that are too long; otherwise they raise
+        UserError.
+        dimensions: returns only the first so many numbers of each vector, for models that were trained for this; 0 for
+        all. Raises UserError for a ranking model."""
         if self.ranks:
             raise UserError(f"{self.artifact.manifest['name']} is a ranking model: use `rerank`, or another --pooling")
         if not 0 <= dimensions <= self.features:
@@ -110,18 +115,19 @@ class Encoder(Closing):
         return np.concatenate(vectors) if vectors else np.empty((0, dimensions or self.features), np.float32)
 
     def rerank(self, query: str, texts: Sequence[str], truncate: bool = False) -> np.ndarray:
-        """How well each text answers the query, float32 [n]: larger is better. UserError as of `check_ranks`."""
+        """How well each text answers the query, float32 [n]: larger is better. truncate: see `embed`. Raises UserError
+        if this is not a ranking model."""
         self.check_ranks()
         pairs = [self.tokenizer.encode_pair(query, text) for text in texts]
         return self.scores(self.ids(pairs, truncate))
 
     def check_ranks(self) -> None:
-        """UserError for other models than ranking ones."""
+        """Raises UserError if this is not a ranking model."""
         if not self.ranks:
             raise UserError(f"{self.artifact.manifest['name']} makes vectors: give a ranking model (reranker)")
 
     def scores(self, ids: Sequence[np.ndarray]) -> np.ndarray:
-        """The same of pairs as token ids."""
+        """The scores of pairs of query and text, which are given as token ids: float32 [n]."""
         found = [rows[0] for rows in self.encode(ids)]
         numbers = np.stack(found) if found else np.empty((0, self.features), np.float32)
         if self.encoder["softmax"]:
@@ -130,13 +136,14 @@ class Encoder(Closing):
         return numbers[:, 0]
 
     def ids(self, texts: Sequence[str | Ids], truncate: bool = False) -> list[np.ndarray]:
-        """Token ids of each text, checked. UserError for what has none, too many, or unknown ones."""
+        """The token ids of each text, int32. truncate: see `embed`. Raises UserError for a text without tokens, with
+        too many, or with unknown ids."""
         found = []
         for number, text in enumerate(texts):
             if not isinstance(text, np.ndarray):
                 text = self.tokenizer.encode_parts([text] if isinstance(text, str) else text)
-            ids = np.asarray(text)  # of objects, where one is too large for int64
-            if len(ids) > self.context and truncate:  # what ends a text stays
+            ids = np.asarray(text)  # an array of objects if an id is too large for int64
+            if len(ids) > self.context and truncate:  # the last token stays: it may be an end token
                 ids = np.concatenate([ids[: self.context - 1], ids[-1:]])
             if ids.ndim != 1 or not 0 < len(ids) <= self.context:
                 what = f"text {number + 1} is too {'large' if len(ids) else 'short'}: it has {len(ids)} tokens"
@@ -149,8 +156,8 @@ class Encoder(Closing):
     # ---- steps
 
     def encode(self, texts: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """What the model computes of the token ids of each text: float32 [answers, features]. Whoever finds the device
-        free computes a step of the oldest texts, others' too."""
+        """The model's results for the token ids of each text: float32 [answers, features]. A calling thread that finds
+        the device free computes a step of the oldest texts, also those of other threads, until its own are done."""
         jobs = [_Job(ids) for ids in texts]
         with self._guard:
             self._waiting.extend(jobs)
@@ -165,7 +172,7 @@ class Encoder(Closing):
         return [job.rows for job in jobs if job.rows is not None]
 
     def _compute(self) -> None:
-        """One step of the oldest texts."""
+        """Computes one step of the oldest texts."""
         batch, rows = [], 0
         with self._guard:
             while self._waiting and rows + len(self._waiting[0].ids) <= self.sizes[-1][0]:
@@ -188,8 +195,8 @@ class Encoder(Closing):
     def step(
         self, texts: Sequence[np.ndarray], function: str = "", run: Callable[[str], None] | None = None
     ) -> list[np.ndarray]:
-        """One step, without regard to other callers. function: by default the smallest that has room; run: the device's
-        `run` or `run_plain`."""
+        """Computes one step of these texts, without a lock. function: by default the smallest with enough rows. run:
+        the device's `run` or `run_plain`."""
         rows = sum(map(len, texts))
         ends = np.cumsum([len(ids) for ids in texts])
         begins = np.concatenate([[0], ends[:-1]])
@@ -215,8 +222,8 @@ class Encoder(Closing):
 
 
 def normalized(rows: np.ndarray, p: int = 2) -> np.ndarray:
-    """Rows divided by their norm: p = 2 the length, other p > 0 the p-norm, 0: the largest magnitude becomes 32760, as
-    llama.cpp's common_embd_normalize; below 0: as they are."""
+    """Rows divided by their norm. p > 0: the p-norm (2: Euclidean length). p = 0: the largest magnitude becomes 32760.
+    p < 0: rows are unchanged. These are the values of llama.cpp's common_embd_normalize."""
     if p < 0:
         return rows
     if p == 0:

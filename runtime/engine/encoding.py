@@ -1,4 +1,4 @@
-"""The encoding of images that requests wait for, piece by piece between the steps of other answers."""
+"""Encodes the images that requests wait for, in pieces between the steps of other answers."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,9 @@ from mlc_amd.runtime.images.features import Features
 
 
 class PiecewiseWork(Protocol):
-    """What requests wait for, computed between steps. waits: there is some; the others are as of `Encoding`."""
+    """Work that requests wait for, and that is done in pieces between steps. waits: whether there is such work.
+    takes_turn,
+    piece: see `Encoding`."""
 
     @property
     def waits(self) -> bool: ...
@@ -21,16 +23,17 @@ class PiecewiseWork(Protocol):
 
 
 class Encoding:
-    """Of what the last plan of the scheduler lacked. While other answers are being generated, the images of one request
-    at a time, in turn with steps: as many pieces as take no longer than a step, but one at least."""
+    """Encodes the images that the scheduler's last plan lacked (`Admission.missing`). While other answers are being
+    generated, it encodes the images of one request at a time, and alternates with steps: in each turn it computes as
+    many pieces as take no longer than a step, but at least one."""
 
     def __init__(self, scheduler: Scheduler, features: Features) -> None:
         self._scheduler, self._features = scheduler, features
         self._pieces: Iterator[None] | None = None
-        self._requests: list[Request] = []  # that wait for what is encoded
-        self._turn = False  # the last turn was that of pieces
-        self._ended = 0.0  # when that was done
-        self._step = 0.0  # seconds of the shortest step between these pieces, 0: none was seen
+        self._requests: list[Request] = []  # the requests whose images are being encoded
+        self._turn = False  # whether the last turn computed pieces
+        self._ended = 0.0  # time at which the last pieces were done
+        self._step = 0.0  # seconds of the shortest step between pieces; 0 before the first step
 
     @property
     def waits(self) -> bool:
@@ -50,8 +53,7 @@ class Encoding:
         return any(request.generated for request in self._scheduler.running)
 
     def piece(self) -> Iterable[tuple[Request, Exception]]:
-        """Computes pieces of images that a request still waits for. Returns the requests that cannot have their images,
-        and why."""
+        """Computes some pieces. Returns the requests whose images could not be encoded, with the error."""
         missing, busy = self._scheduler.admission.missing, self._answering()
         if self._pieces is None or all(request.state == "done" for request in self._requests):
             waiting = [request for request in missing if request.state != "done"]

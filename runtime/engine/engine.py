@@ -1,5 +1,5 @@
-"""The engine: a loaded model that continues texts and holds conversations, for many callers at once. logits_engine.py:
-token ids to logits; text_engine.py: generations; here: loading, and conversations."""
+"""`Engine`, the public class for a loaded model: loading, and conversations. It inherits generations from
+text_engine.py, and logits and the KV cache from logits_engine.py."""
 
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ _DEFAULTS = RunOptions()
 
 
 class Engine(TextEngine):
-    """A loaded model on a device, a context manager that closes it. May be used from several threads."""
+    """A loaded model on a device. It is a context manager that closes it. Several threads may use it."""
 
     def __init__(self, artifact: Artifact, device, limits: SchedulerLimits | None = None):
         super().__init__(artifact, device, limits)
@@ -30,8 +30,8 @@ class Engine(TextEngine):
 
     @classmethod
     def load(cls, path: str | Path, options: RunOptions = _DEFAULTS, kv: KvSize | None = None) -> "Engine":
-        """Loads an artifact. The options' draft: "lookup", "mtp" or a draft model's. kv: the cache's size, in place of
-        the options'. UserError if it cannot run."""
+        """Loads an artifact. options.draft: "lookup", "mtp", or the artifact of a draft model. kv: the size of the KV
+        cache, instead of that of the options. Raises UserError if the artifact cannot run on this machine."""
         if Path(path).suffix == ".gguf" and not Path(path).is_dir():
             raise UserError(f"{path} is not compiled yet: mlc_amd.load() and `mlc-amd compile` do that")
         disk = options.disk_bytes
@@ -52,7 +52,7 @@ class Engine(TextEngine):
         return engine
 
     def reset(self) -> None:
-        """Empties the cache, unless generations are using it, and ends the conversation of `chat`."""
+        """Ends the conversation of `chat`, and empties the cache unless generations are using it."""
         self._conversation = None
         super().reset()
 
@@ -64,8 +64,8 @@ class Engine(TextEngine):
         thinking: str = "auto",
         **changes: Unpack[SamplingChanges],
     ) -> Conversation:
-        """A new conversation, for its arguments see `Conversation`; changes: single sampling parameters. An engine may
-        have several. What they have in common stays in the cache."""
+        """A new conversation. Arguments: see `Conversation`; changes: single sampling parameters. An engine may have
+        any number of conversations; those with a common beginning share it in the cache."""
         return Conversation(self, system, (sampling or self.sampling).changed(**changes), on_full, thinking)
 
     def chat(
@@ -79,12 +79,11 @@ class Engine(TextEngine):
         progress: ProgressCallback | None = None,
         **changes: Unpack[SamplingChanges],
     ) -> Generator[str, None, None]:
-        """The answer's text, in pieces, without the model's thinking. A string is the next turn of the engine's
-        conversation; a list of messages (see runtime/text/messages.py), the last of which is the user's, begins a new
-        one, as `reset` does.
+        """Yields the answer's text in pieces, without the model's thinking.
 
-        All options are those of this turn alone; see `generate`, and `Conversation` for thinking. UserError for
-        messages and options that cannot be used, at once.
+        message: a string is the next turn of the engine's conversation. A list of messages (runtime/text/messages.py),
+        of which the last must be the user's, begins a new conversation. Options apply to this turn alone: see
+        `generate`, and `Conversation` for `thinking`. Raises UserError for invalid messages and options, at once.
         """
         if isinstance(message, str):
             conversation, content = self._conversation or Conversation(self), message
@@ -99,5 +98,5 @@ class Engine(TextEngine):
         return answer
 
     def ask(self, message: str | Sequence[Mapping[str, Any]], **options: Unpack[TurnOptions]) -> str:
-        """The whole answer of `chat`, with the same options and errors. Where `cancel` ends it, as far as it is."""
+        """The whole answer of `chat`, with the same options and errors. If `cancel` ends it, the part so far."""
         return "".join(self.chat(message, **options))

@@ -1,7 +1,7 @@
-"""Results of `Engine.generate` and `agenerate`: an iterator over the pieces of one answer or of several.
+"""The results of `Engine.generate` and `agenerate`: iterators over the pieces of one or several answers.
 
-The answers are queued at the first step of the iterator, and computed as they are consumed, together with all others of
-the engine. Closing the iterator, or dropping it, ends the ones that are not complete.
+The first `next` queues the answers. They are computed while they are consumed, together with all other answers of the
+engine. Closing the iterator, or dropping the last reference to it, ends the answers that are not complete.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from mlc_amd.runtime.images.rows import Prompt, images_among
 
 
 class Results:
-    """The answers of a call. make: creates them when they are queued."""
+    """The answers of a call. make: a function that creates them, called when they are queued."""
 
     def __init__(self, make: Callable[[], Sequence[Answer]]) -> None:
         self._make = make
@@ -35,13 +35,13 @@ class Results:
 
     @property
     def sequences(self) -> list[Prompt]:
-        """The tokens of each answer and of its prompt that were computed: all but the last one."""
+        """For each answer the tokens of prompt and answer that the KV cache may have: all but the last one."""
         requests = [answer.request for answer in self._answers]
         return [Prompt([*of.prompt, *of.generated][:-1], images_among(of.prompt)) for of in requests]
 
     @property
     def stats(self) -> Stats:
-        """Statistics of the answer, or of all of them together: tokens are sums, times the longest ones."""
+        """Statistics of the answer, or of several together: numbers of tokens are sums, times are maxima."""
         if len(self._answers) == 1:
             return self._answers[0].stats
         parts = self.answers
@@ -57,7 +57,7 @@ class Results:
 
 class _WithResults:
     def __init__(self, make: Callable[[], Sequence[Answer]]) -> None:
-        self.results = Results(make)  # does not refer to the iterator, which ends when it is dropped
+        self.results = Results(make)  # must not refer to the iterator, so that dropping the iterator ends it
 
     @property
     def answers(self) -> list[Stats]:
@@ -76,7 +76,7 @@ class _WithResults:
 
 
 class Generation(_WithResults, Iterator[Piece]):
-    """Of `Engine.generate`: see the module's docstring."""
+    """The result of `Engine.generate`: see the module's docstring."""
 
     def __init__(self, loop: StepLoop, make: Callable[[], Sequence[Answer]]) -> None:
         super().__init__(make)
@@ -114,7 +114,8 @@ def _check(ended: Sequence[Answer]) -> None:
 
 
 class AsyncGeneration(_WithResults, AsyncIterator[Piece]):
-    """Of `Engine.agenerate`: the same for asyncio, by a background thread. progress: called in the event loop."""
+    """The result of `Engine.agenerate`: the iterator for asyncio. A background thread computes. progress: called in the
+    event loop."""
 
     def __init__(
         self,
@@ -129,18 +130,19 @@ class AsyncGeneration(_WithResults, AsyncIterator[Piece]):
         self._ready: deque[Piece] = deque()
 
     async def start(self) -> None:
-        """Queues the answers, unless they are queued. Raises the errors of the first step."""
+        """Queues the answers, unless this was done before. Raises QueueFull and ContextFull."""
         if not self._started:
             self._started = True
             await anext(self._batches)
 
     async def batch(self) -> list[Piece]:
-        """All new pieces, at least one unless `progress` was called. StopAsyncIteration after the last."""
+        """All new pieces; waits for at least one piece or a call of `progress`. Raises StopAsyncIteration at the
+        end."""
         await self.start()
         return await anext(self._batches)
 
     async def pause(self, seconds: float) -> None:
-        """Waits between two batches: so long, or until the answers are complete."""
+        """Waits so many seconds, or until all answers are complete; to be used between two batches."""
         await self._events.pause(seconds)
 
     async def __anext__(self) -> Piece:
@@ -149,15 +151,15 @@ class AsyncGeneration(_WithResults, AsyncIterator[Piece]):
         return self._ready.popleft()
 
     async def aclose(self) -> None:
-        """Ends the answers that are not complete. While a task waits for a piece, cancel that task instead."""
+        """Ends the answers that are not complete. If a task is waiting for a piece, cancel that task instead."""
         await self._batches.aclose()
 
 
 async def _batches(loop: StepLoop, results: Results, events: "_LoopEvents") -> AsyncGenerator[list[Piece], None]:
-    """An empty list once the answers are queued, then their pieces."""
+    """Yields an empty list when the answers are queued, then lists of their pieces."""
 
     def begin() -> Sequence[Answer]:
-        answers = results.begin()  # constraints may take long to make
+        answers = results.begin()  # in a thread, because making constraints may take long
         events.listen(answers)
         return answers
 
@@ -175,7 +177,7 @@ async def _batches(loop: StepLoop, results: Results, events: "_LoopEvents") -> A
             left = [answer for answer in left if answer not in ended]
             if pieces or reported:
                 yield pieces
-            _check(ended)  # after the pieces, without a wait: nothing more will happen to them
+            _check(ended)  # after their last pieces
     finally:
         for answer in answers:
             answer.listener = answer.progress = None
@@ -184,20 +186,21 @@ async def _batches(loop: StepLoop, results: Results, events: "_LoopEvents") -> A
 
 
 class _LoopEvents:
-    """Events from the computing thread for a task of an event loop, which is woken only if it waits."""
+    """Passes events from the computing thread to a task of an event loop. The event loop is woken only if the task
+    waits."""
 
     loop: asyncio.AbstractEventLoop
 
     def __init__(self, progress: Callable[[PromptProgress], None] | None) -> None:
         self._progress = progress
-        self._reports: deque[PromptProgress] = deque()  # not passed to `progress` yet
-        self._begun: dict[int, float] = {}  # time, of the prompt of each answer
+        self._reports: deque[PromptProgress] = deque()  # reports that were not passed to `progress` yet
+        self._begun: dict[int, float] = {}  # {index of an answer: time at which its prompt was begun}
         self._event = asyncio.Event()
         self._any = self._waiting = self._pausing = False
         self._unfinished = 0  # answers that are not done
 
     def listen(self, answers: Sequence[Answer]) -> None:
-        """Listens to answers that are not begun."""
+        """Listens to answers, which must not have begun."""
         self._unfinished = len(answers)
         for answer in answers:
             answer.listener = partial(self._notify, answer)
@@ -211,7 +214,7 @@ class _LoopEvents:
         self._notify(answer)
 
     def report_progress(self) -> bool:
-        """Calls `progress` with all reports. False if there are none."""
+        """Calls `progress` with all new reports. Returns whether there were any."""
         found = bool(self._reports)
         while self._progress and self._reports:
             self._progress(self._reports.popleft())
@@ -224,19 +227,19 @@ class _LoopEvents:
             answer.request.cancelled = True
         elif self._waiting or (self._pausing and not self._unfinished):
             self._waiting = self._pausing = False
-            with suppress(RuntimeError):  # it was closed meanwhile
+            with suppress(RuntimeError):  # the event loop was closed meanwhile
                 self.loop.call_soon_threadsafe(self._event.set)
 
     async def wait(self) -> None:
-        """Returns after the first event since the last call, perhaps earlier."""
-        self._waiting = True  # before the check: an event in between is reported twice instead of lost
+        """Waits for the first event since the last call. It may return without one."""
+        self._waiting = True  # set before the check: an event in between is reported twice instead of lost
         if not self._any:
             await self._event.wait()
-        self._waiting = self._any = False  # before the task takes the pieces: later events wake it again
+        self._waiting = self._any = False  # before the task takes the pieces, so that later events wake it again
         self._event.clear()
 
     async def pause(self, seconds: float) -> None:
-        """Returns after that time, or once all answers are done."""
+        """Waits so many seconds, or until all answers are done."""
         self._pausing = True
         timer = asyncio.get_running_loop().call_later(seconds, self._event.set)
         try:

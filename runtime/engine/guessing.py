@@ -1,4 +1,5 @@
-"""Guesses of a step: those of its answers before it is computed, and what became of them after it."""
+"""Speculation in a step. In: a planned step and its answers. Out: the step with guesses of their next tokens; after the
+step, statistics of which guesses were right."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -14,7 +15,7 @@ _NONE = Wanted(GREEDY, 0)
 def guess(
     step: PlannedStep, answers: Mapping[Request, Answer], scheduler: Scheduler, speculation: Speculation
 ) -> PlannedStep:
-    """The step, which has no chunk, with guesses of its answers' next tokens."""
+    """The step with guesses of its answers' next tokens. It must have no chunk."""
     singles = [answers[request] for request, _ in step.singles]
     if not (speculation.offers or any(of.limit_guesses and of.limit_guesses((), 1) for of in singles)):
         speculation.nothing()
@@ -24,7 +25,7 @@ def guess(
 
 
 def _wanted(answers: Iterable[Answer], most: Mapping[Request, int], speculation: Speculation) -> dict[Request, Wanted]:
-    """Of answers that may have guesses. most: of each."""
+    """What to guess for each answer that may have guesses. most: {request: upper limit of its guesses}."""
     return {
         of.request: Wanted(of.choice, most[of.request], of.limit_guesses)
         if of.constraint or speculation.offers
@@ -37,7 +38,8 @@ def _wanted(answers: Iterable[Answer], most: Mapping[Request, int], speculation:
 def watch(
     step: PlannedStep, found: Sequence[ChosenToken], answers: Mapping[Request, Answer], speculation: Speculation
 ) -> None:
-    """The step was computed without guesses, and its tokens distributed. found: the token of each of its answers."""
+    """To be called after a step without guesses whose tokens are distributed. found: the token of each of its
+    answers."""
     tokens = {of: chosen.token for of, chosen in zip(step.answers, found, strict=True) if of in answers}
     singles = [answers[request] for request in tokens]
     speculation.watched(tokens, _wanted(singles, dict.fromkeys(tokens, MOST), speculation))
@@ -51,7 +53,8 @@ def learn(
     guess_s: float,
     step_s: float,
 ) -> None:
-    """The step was computed in step_s seconds, its guesses in guess_s. found: the chosen tokens of each answer."""
+    """To be called after a step with guesses. found: the chosen tokens of each answer. guess_s, step_s: seconds that
+    the guesses and the step took."""
     drafts = {request: drafts for (request, _), drafts in zip(step.singles, step.drafts, strict=True) if drafts}
     counts = {request: len(tokens) for (request, _), tokens in zip(step.singles, found, strict=True)}
     speculation.completed(drafts, counts, guess_s, step_s)

@@ -1,6 +1,6 @@
-"""Token ids in, logits out: a loaded model, its KV cache, and one sequence of the caller's (`tokens`), on which
-`prefill`, `decode`, `score`, `truncate` and `match` work. For measurements: several sequences (`batch`), times of
-kernels (`time`)."""
+"""A loaded model and its KV cache. In: token ids. Out: logits. An engine has one sequence of its own, `tokens`, on
+which `prefill`, `decode`, `score`, `truncate` and `match` work. For measurements there are several sequences (`batch`),
+and times of kernels (`time`)."""
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +33,8 @@ class LogitsEngine(Closing):
     """A loaded model on a device. Methods may be called from several threads."""
 
     def __init__(self, artifact: Artifact, device, limits: SchedulerLimits | None = None):
-        """device: of `open_device`. limits: of steps and of the queue, None: what the functions can compute."""
+        """device: from `open_device`. limits: of steps and of the queue; None for what the functions can compute.
+        Raises UserError for an embedding model."""
         if artifact.manifest["model"]["encoder"]:
             name, others = artifact.manifest["name"], "`mlc-amd embed`, `mlc-amd rerank` or `mlc-amd serve`"
             raise UserError(f"{name} is an embedding model: it generates no text; use {others}")
@@ -42,18 +43,18 @@ class LogitsEngine(Closing):
         self.context: int = artifact.manifest["context"]
         self.vocab: int = self.config["vocab"]
         self.tokenizer = Tokenizer.load(artifact.path)
-        if self.tokenizer.vocab_size > self.vocab:  # ids beyond are beyond the tables that kernels read
+        if self.tokenizer.vocab_size > self.vocab:  # with larger ids, kernels would read beyond their tables
             raise UserError(
                 f"{artifact.path} has a tokenizer of {self.tokenizer.vocab_size} tokens for a model of {self.vocab}; "
                 "compile the model again"
             )
         self._limits = limits
         encoder = ImageEncoder(artifact, device) if "vision" in artifact.manifest else None
-        self.features = Features(encoder)  # of images
+        self.features = Features(encoder)  # encoded images
         self._open()
 
     def _open(self) -> None:
-        """An empty cache, and what works with it."""
+        """Makes an empty cache, and the objects that use it."""
         manifest = self.artifact.manifest
         self.cache = KvCache(pages_of(self.device, manifest), self.context, images=manifest.get("images"))
         self._runner = Runner(self.artifact, self.device, self.cache, self.features)
@@ -64,7 +65,7 @@ class LogitsEngine(Closing):
         self._stored: StoredPages | None = None
         self._storing = threading.Lock()
         self._own = self._loop.private = self.cache.sequence()
-        self._own_lock = threading.Lock()  # of the own sequence, also between the steps of `score`
+        self._own_lock = threading.Lock()  # for the engine's own sequence; `score` holds it for several steps
 
     def __repr__(self) -> str:
         name, state = self.artifact.manifest["name"], f"{self.position} of {self.context} tokens"
@@ -82,7 +83,7 @@ class LogitsEngine(Closing):
 
     @property
     def longest(self) -> int:
-        """Tokens that a sequence may have."""
+        """The largest number of tokens of a sequence."""
         return self.cache.longest
 
     @property
@@ -93,8 +94,8 @@ class LogitsEngine(Closing):
     # ---- the cache on disk
 
     def keep_on_disk(self, limit: int) -> None:
-        """From now on the cache is also written to the user's cache folder, and read from there: up to `limit` bytes of
-        all models (runtime/cache/page_files.py). `close` writes what is not written yet."""
+        """Keeps the cache also on disk, in the user's cache folder (runtime/cache/page_files.py). limit: bytes of the
+        files of all models. `close` writes pages that are not written yet."""
         self.stored.keep_on_disk(limit)
 
     @property
@@ -104,7 +105,7 @@ class LogitsEngine(Closing):
 
     @property
     def stored(self) -> StoredPages:
-        """What is kept of the cache outside of memory."""
+        """The parts of the cache that are kept on disk."""
         with self._storing:
             self._stored = self._stored or StoredPages(self.artifact, self.device, self.cache, self._loop)
             return self._stored
@@ -112,12 +113,14 @@ class LogitsEngine(Closing):
     # ---- speculation
 
     def own_draft(self) -> OwnDraft:
-        """Guesses by what was trained for the model and compiled with it. UserError if there is nothing."""
+        """The drafter that was trained for the model and compiled with it (such as MTP layers). Raises UserError if
+        there is none."""
         return OwnDraft(self._runner, self.artifact.manifest["name"], self.config["draft"])
 
     def speculate(self, drafter: Drafter | None) -> None:
-        """From now on steps verify that drafter's guesses (closed with the engine), and what grammars force; with None
-        that alone, but where several steps are in progress at a time. Answers are the same."""
+        """Sets what guesses tokens, for later steps to verify. Answers stay the same. drafter: is closed with the
+        engine. With None, only tokens that a grammar forces are guessed; with several steps in progress at a time,
+        none."""
         with self._loop.exclusive():
             before, rows = self._loop.speculation, self._loop.scheduler.limits.step_rows
             used = drafter or (NoDrafts() if self._runner.stages == 1 else None)
@@ -127,14 +130,14 @@ class LogitsEngine(Closing):
 
     @property
     def guesses(self) -> Counts:
-        """Guesses that were verified so far, and how many of them were right."""
+        """The number of guesses that were verified so far, and of those that were right."""
         return self._loop.speculation.counts if self._loop.speculation else Counts(0, 0)
 
     # ---- the engine's own sequence
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """The own sequence and the device for the caller alone."""
+        """Reserves the engine's own sequence and the device for the caller."""
         with self._own_lock, self._loop.exclusive():
             yield
 
@@ -145,11 +148,11 @@ class LogitsEngine(Closing):
 
     @property
     def position(self) -> int:
-        """Number of tokens of the engine's own sequence."""
+        """The number of tokens of the engine's own sequence."""
         return len(self._own.tokens)
 
     def reset(self) -> None:
-        """Empties the own sequence, and the cache unless generations are using it. What is on disk stays."""
+        """Empties the own sequence, and the cache unless generations are using it. Files on disk stay."""
         with self._exclusive():
             self._own.truncate(0)
             if not self._loop.busy:
@@ -157,13 +160,14 @@ class LogitsEngine(Closing):
                 self.cache.index.clear()
 
     def truncate(self, n: int) -> None:
-        """Keeps the first `n` tokens; later steps overwrite the rest. Up to a page of tokens is computed again by the
-        next step, more where layers with a window have lost keys that it needs."""
+        """Keeps the first `n` tokens of the own sequence. The next step computes some of them again: up to a page of
+        tokens, or more if layers with a sliding window have dropped keys that it needs."""
         with self._exclusive():
             self._own.truncate(n)
 
     def match(self, ids: Sequence[int]) -> int:
-        """Keeps the longest common prefix with `ids`, leaving one id to compute at least; returns its length."""
+        """Keeps the longest common prefix of the own sequence and `ids`, but at most len(ids) - 1 tokens, so that there
+        is a token to compute. Returns its length."""
         with self._exclusive():
             limit = min(self.position, len(ids) - 1)
             n = max(next((i for i in range(limit) if self.tokens[i] != ids[i]), limit), 0)
@@ -171,8 +175,9 @@ class LogitsEngine(Closing):
             return n
 
     def advance(self, ids: Ids) -> np.ndarray:
-        """Appends `ids`. Returns the logits of the last one, float32 [vocab], in memory that the next step overwrites.
-        ContextFull leaves the sequence unchanged."""
+        """Appends `ids` to the own sequence. Returns the logits of the last one, float32 [vocab], in memory that the
+        next step overwrites. Raises UserError for invalid ids, ContextFull if they do not fit; the sequence is then
+        unchanged."""
         with self._exclusive():
             checked, before = self._check(ids, self.position), self.position
             self._own.append(checked)
@@ -185,7 +190,7 @@ class LogitsEngine(Closing):
             return logits
 
     def prefill(self, ids: Ids) -> np.ndarray:
-        """`advance`, with a copy of the logits; copying takes longer than greedy sampling."""
+        """`advance`, but returns a copy of the logits. (The copy takes longer than greedy sampling.)"""
         return self.advance(ids).copy()
 
     def decode(self, token: int) -> np.ndarray:
@@ -193,8 +198,8 @@ class LogitsEngine(Closing):
         return self.prefill([token])
 
     def score(self, ids: Ids) -> np.ndarray:
-        """Appends `ids`. Returns the logits of all of them, float32 [len(ids), vocab]. Answers in progress go on
-        meanwhile: the scheduler treats the chunks as requests of one more client."""
+        """Appends `ids` to the own sequence. Returns the logits of all of them, float32 [len(ids), vocab]. Answers in
+        progress continue meanwhile: the scheduler treats this call as one more client."""
         with self._own_lock:
             checked, before = self._check(ids, self.position, images=False), self.position
             with self._loop.exclusive():
@@ -209,9 +214,9 @@ class LogitsEngine(Closing):
             return scoring.logits
 
     def time(self, ids: Ids) -> tuple[str, int, list[tuple[str, float, float]]]:
-        """Times the kernels of the first step of `prefill(ids)`, or of half of it where the device computes halves at
-        the same time: (function, tokens, [(kernel, seconds, gap before)]). The sequence is unchanged. UserError if the
-        device cannot time kernels."""
+        """Times the kernels of the first step of `prefill(ids)`. If the device would compute the two halves of this
+        step at the same time, times one half. Returns (function, tokens, [(kernel, seconds, seconds of the gap before
+        it)]). The sequence is unchanged. Raises UserError if the device cannot time kernels."""
         with self._exclusive():
             checked = self._check(ids, self.position)
             if not hasattr(self.device, "time"):
@@ -228,8 +233,9 @@ class LogitsEngine(Closing):
                 self._own.truncate(before)
 
     def _check(self, ids: Ids, kept: int, images: bool = True) -> list[int]:
-        """The ids, with the images of a Prompt. images: whether it may have any. UserError for ids outside the
-        vocabulary, and for images that the model does not take; ContextFull beyond the context after `kept`."""
+        """Checks token ids; returns them as a Prompt, with its images. kept: number of tokens before them. images:
+        whether images are allowed. Raises UserError for ids outside the vocabulary and for images that the model does
+        not take, ContextFull if kept + len(ids) exceeds the context."""
         checked = check_ids(ids)
         found = ids.images if isinstance(ids, Prompt) and images else {}
         if found:
@@ -246,7 +252,7 @@ class LogitsEngine(Closing):
         return Prompt(checked.tolist(), found)
 
     def _check_images(self, images: Iterable[PreparedImage]) -> None:
-        """UserError unless the model takes them."""
+        """Raises UserError if the model does not take these images."""
         if "images" not in self.artifact.manifest:
             raise UserError(f"{self.artifact.manifest['name']} takes no images: it was compiled without an encoder")
         rows, most = max(image.rows for image in images), self._runner.functions.chunk_rows
@@ -255,7 +261,7 @@ class LogitsEngine(Closing):
 
     @contextmanager
     def batch(self, count: int) -> Iterator[Batch]:
-        """`count` sequences that advance together, for measurements. All other callers wait meanwhile."""
+        """`count` sequences that advance together, for measurements. All other callers wait until the block ends."""
         with self._loop.exclusive():
             found = Batch(self.cache, self._runner, count)
             try:

@@ -1,8 +1,8 @@
-"""Writes pages of the cache to disk, in the background: complete ones, those at the end of sequences, and states.
+"""Writes pages of the KV cache to disk, in a background thread: complete pages, last pages of sequences, and states.
 
-What is indexed is never changed, so each page is copied some time later, between two steps, unless it was evicted
-meanwhile. While answers are being generated, the thread takes a small share of the time: SHARE of the steps' time, or
-of the cores', where the device computes on the host's.
+The contents of an indexed page never change. So the thread can copy a page some time after it was indexed, between two
+steps, unless the page was evicted meanwhile. While answers are being generated, the thread uses at most SHARE of the
+steps' time; if the device computes on the host's cores, at most SHARE of the cores' time.
 """
 
 import logging
@@ -20,24 +20,24 @@ from mlc_amd.runtime.engine.step_loop import StepLoop
 from mlc_amd.runtime.errors import MachineError
 
 SHARE = 1 / 48
-_ROUND = 0.001  # seconds of copying between two steps, and one page more
-_MOST = 16  # pages of a round of a GPU
-_LEAST = 0.002  # seconds that a round counts at least: after it, a device that had steps in advance has none
-_LEAST_ON_HOST = 0.00025  # one page is a round there, so that a short answer pays no more than its share
+_ROUND = 0.001  # seconds: a round of copying between two steps starts no further page after this time
+_MOST = 16  # upper limit of the pages of a round on a GPU
+_LEAST = 0.002  # seconds that a round counts at least, as it also ends the overlap of steps on a GPU
+_LEAST_ON_HOST = 0.00025  # the same on the host, where a round is one page, so that it delays a short answer little
 
 log = logging.getLogger("mlc_amd")
 
 
 class PageWriter:
-    """An `IndexListener`, called with the step lock held. on_host: see runtime/devices/__init__.py."""
+    """The thread, and the `IndexListener` that tells it about pages; the index calls it with the step lock held."""
 
     def __init__(self, loop: StepLoop, cache: KvCache, device, keys: PageKeys, files: PageFiles) -> None:
         self._loop, self._cache, self._device, self._keys, self._files = loop, cache, device, keys, files
         self._spans = [*cache.page_tables]
         self._most, self._least = (1, _LEAST_ON_HOST) if device.on_host else (_MOST, _LEAST)
         self._changed = threading.Condition()
-        self._added: deque[tuple[PrefixDigest, int, int]] = deque()  # in the order in which they are written
-        self._used: deque[list[PrefixDigest]] = deque()  # of complete pages
+        self._added: deque[tuple[PrefixDigest, int, int]] = deque()  # pages to write, in order: (digest, span, page)
+        self._used: deque[list[PrefixDigest]] = deque()  # chains of complete pages that were used
         self._closing = self._failed = False
         self._thread = threading.Thread(target=self._run, name="mlc-amd pages", daemon=True)
         self._thread.start()
@@ -54,7 +54,7 @@ class PageWriter:
             self._changed.notify()
 
     def close(self) -> None:
-        """Writes what is left, at full speed."""
+        """Writes all remaining pages, at full speed, and ends the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -69,7 +69,7 @@ class PageWriter:
             except OSError as error:
                 if not self._failed:
                     log.warning("cannot write the KV cache to %s: %s", self._files.folder, error.strerror)
-                self._failed = True  # it may work again with the next answer
+                self._failed = True  # so that there is one warning; later pages are tried again
                 self._added.clear()
                 continue
             if self._loop.busy:
@@ -77,16 +77,17 @@ class PageWriter:
                     self._changed.wait_for(lambda: self._closing, spent / SHARE - spent)
 
     def _wait(self) -> bool:
-        """Waits for work; False at the end."""
+        """Waits for work. Returns False when the thread must end."""
         with self._changed:
             self._changed.wait_for(lambda: self._added or self._used or self._closing)
             return bool(self._added or self._used)
 
     def _write(self) -> float:
-        """Writes some pages, or says which were used. Returns the seconds that count."""
+        """Writes some pages; if there are none, marks files of used pages as used. Returns the seconds that count for
+        SHARE."""
         begun = time.perf_counter()
         if not self._added:
-            # The first page last: those after it are useless without it.
+            # The first page is marked last, so that it is deleted last: later pages are useless without it.
             chain = reversed(self._used.popleft())
             self._files.touch(self._keys.of(known, span) for known in chain for span in self._spans)
             return time.perf_counter() - begun if self._device.on_host else 0.0

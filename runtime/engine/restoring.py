@@ -1,8 +1,8 @@
-"""Pages of the cache that requests wait for are read from disk: by threads, to memory from which the device copies
-several at a time, between the steps of other answers.
+"""Reads pages of the KV cache from disk for requests that wait for them. Threads read the files to host memory; between
+the steps of other answers, the device copies several pages at a time from there.
 
-When a request is about to begin, `begin` looks for pages of its prompt that are not in memory. If there are any, the
-request waits until those are read; what cannot be read is computed.
+When a request could start, `begin` searches the disk for pages of its prompt that are not in the cache. If there are
+any, the request waits until they are read. Pages that cannot be read are computed.
 """
 
 from collections import deque
@@ -20,13 +20,13 @@ from mlc_amd.runtime.cache.sequence import Sequence as TokenSequence
 from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.host import available_threads
 
-READERS = min(8, max(4, available_threads() // 2))  # a checksum takes a core longer than a fast disk
-_AHEAD = 128 << 20  # bytes that may have been read and not been put into the cache
-_PIECE = 8  # pages that are put into the cache between two steps, at most
+READERS = min(8, max(4, available_threads() // 2))  # threads; on a fast disk, the checksum takes longer than the read
+_AHEAD = 128 << 20  # upper limit of the bytes that are read, but not in the cache yet
+_PIECE = 8  # upper limit of the pages that are copied to the cache between two steps
 
 
 class _Stored(NamedTuple):
-    """A page to be read. tail: the digest before it and its tokens, if it is not complete."""
+    """A page to read. tail: (digest of the pages before it, its tokens) if it is not complete, otherwise None."""
 
     known: PrefixDigest
     span: int
@@ -35,24 +35,26 @@ class _Stored(NamedTuple):
 
 
 class _Job:
-    """pages: that are not being read yet; reading: in this order, each with its row of the memory of its span."""
+    """The pages of a request. pages: those that no thread reads yet. reading: (page, its row of the memory of its span,
+    whether it could be read), in the order of `pages`."""
 
     def __init__(self, request: Request, pages: Sequence[_Stored]) -> None:
         self.request, self.pages = request, deque(pages)
         self.reading: deque[tuple[_Stored, int, Future[bool]]] = deque()
-        self.tail: dict[int, int] = {}  # pages by span, held until all of the tail are there
+        self.tail: dict[int, int] = {}  # {span: page of the tail}, held until the pages of all spans are there
 
 
 class Restoring:
-    """sources: where pages may be; may be changed with the step lock. Methods are called with it."""
+    """See the module's docstring. sources: where to search for pages; the list may be changed with the step lock held.
+    All methods must be called with the step lock held."""
 
     def __init__(self, cache: KvCache, device, keys: PageKeys, sources: Sequence[PageSource]) -> None:
         self._cache, self._device, self._keys, self._sources = cache, device, keys, sources
         self._pools = cache.index.pools
         nbytes = sum(nbytes for span in self._pools for _, nbytes in device.page_parts(span))
         self._ahead = max(min(_AHEAD // nbytes, 8 * _PIECE), 2)
-        self._memory: dict[int, np.ndarray] = {}  # by span, [self._ahead, bytes]; rows are used one after the other
-        self._rows = dict.fromkeys(self._pools, 0)  # the next ones
+        self._memory: dict[int, np.ndarray] = {}  # {span: uint8 [self._ahead, bytes]}, ring buffers of pages
+        self._rows = dict.fromkeys(self._pools, 0)  # {span: next row of the ring buffer}
         self._readers = ThreadPoolExecutor(READERS, "mlc-amd reads")
         self._jobs: deque[_Job] = deque()
         self._was_last = False
@@ -61,7 +63,8 @@ class Restoring:
         self._readers.shutdown(cancel_futures=True)
 
     def begin(self, request: Request) -> bool:
-        """Whether a request, whose sequence has matched what is in memory, waits from now on."""
+        """Searches the disk for pages of a request, whose sequence has already matched what is in the cache. Returns
+        whether there are any: then the request must wait."""
         sequence = request.sequence
         if request.stored != "unknown" or request.scored is not None or sequence is None:
             return False
@@ -74,19 +77,20 @@ class Restoring:
 
     @property
     def waits(self) -> bool:
-        """Whether requests wait."""
+        """Whether there are requests that wait for pages."""
         return bool(self._jobs)
 
     def takes_turn(self) -> bool:
-        """Whether a piece comes before the next step of answers, which the following call then says no to."""
+        """Whether to call `piece` before the next step: if a page has been read, and the last call returned False."""
         ready = self.waits and all(future.done() for *_, future in [*self._jobs[0].reading][:1])
         self._was_last = ready and not self._was_last
         return self._was_last
 
     def piece(self) -> Iterable[tuple[Request, Exception]]:
-        """Puts pages into the cache, of one span, one at least, for which it waits. None of the requests fails."""
+        """Copies pages of one span into the cache: at least one, for which it waits. Returns no requests, as none
+        fails."""
         job, full = self._jobs[0], False
-        taken: list[tuple[_Stored, int, int]] = []  # each page, its row, and its place in the cache
+        taken: list[tuple[_Stored, int, int]] = []  # (page, its row, its place in the cache)
         while job.reading and not full and len(taken) < _PIECE:
             page, row, future = job.reading[0]
             if taken and not (future.done() and (page.span, row) == (taken[-1][0].span, taken[-1][1] + 1)):
@@ -103,11 +107,11 @@ class Restoring:
         self._end(job)
         return ()
 
-    # ---- what there is
+    # ---- the search
 
     def _find(self, sequence: TokenSequence) -> list[_Stored]:
-        """The pages that continue what the sequence has, the last one first: as of a sequence that is freed, it is to
-        be evicted before the others. None where they do not fit the memory."""
+        """The stored pages that continue the pages that a sequence has; none if they do not all fit into the cache. The
+        last page comes first, as when a sequence is freed, so that it is evicted before the others."""
         known: dict[tuple[PrefixDigest, int], PageSource | None] = {}
 
         def source(of: PrefixDigest, span: int) -> PageSource | None:
@@ -120,7 +124,8 @@ class Restoring:
         chain = sequence.chain(limit // PAGE)
 
         def longest(states: bool) -> tuple[int, int, list[int]]:
-            """Tokens in all, complete pages, and the tokens of the tail after them."""
+            """(number of tokens, number of complete pages, tokens of the tail after them) of the longest prefix that is
+            in the cache or stored. states: whether it needs a stored state at its end."""
             n = index.usable(chain, states, lambda of, span: source(of, span) is not None)
             tail = self._tail(chain[n - 1] if n else ROOT, sequence.tokens[n * PAGE : limit][: PAGE - 1], source)
             return (n * PAGE + len(tail) if states or tail else 0), n, tail
@@ -137,7 +142,7 @@ class Restoring:
                     found.append(_Stored(ends, span, place, (parent, tail)))
             for of in reversed(chain[first_page(span, paged) : paged]):
                 if (page := index.page(of, span)) is not None:
-                    pool.retain(page)  # what is there is not evicted for what is not
+                    pool.retain(page)  # counted as used: it must not be evicted for pages that are read
                     kept.append((pool, page))
                 elif place := source(of, span):
                     found.append(_Stored(of, span, place))
@@ -150,7 +155,7 @@ class Restoring:
     def _tail(
         self, parent: PrefixDigest, rest: list[int], source: Callable[[PrefixDigest, int], PageSource | None]
     ) -> list[int]:
-        """The longest beginning of `rest` that is a tail after `parent`."""
+        """The longest prefix of `rest` that is stored as a tail after the digest `parent`."""
         for count in range(len(rest), 0, -1):
             known = digest(parent, rest[:count])
             if all(source(known, span) for span in self._pools):
@@ -172,11 +177,11 @@ class Restoring:
             job.reading.append((page, row, reading))
 
     def _is_there(self, page: _Stored) -> bool:
-        """Whether a complete page is in the cache meanwhile."""
+        """Whether a complete page is already in the cache."""
         return page.tail is None and self._cache.index.page(page.known, page.span) is not None
 
     def _put(self, job: _Job, taken: Sequence[tuple[_Stored, int, int]]) -> None:
-        """Copies rows one after the other to places in the cache, and indexes these."""
+        """Copies consecutive rows of a ring buffer to their places in the cache, and indexes these."""
         if not taken:
             return
         (first, begin, _), index, pool = taken[0], self._cache.index, self._pools[taken[0][0].span]
@@ -200,7 +205,7 @@ class Restoring:
     def _end(self, job: _Job) -> None:
         for *_, future in job.reading:
             if not future.cancel():
-                future.result()  # before the next job gets its row
+                future.result()  # waits, because the next job may use the same row
         self._release_tail(job)
         self._jobs.remove(job)
         job.request.stored = "read"

@@ -1,7 +1,7 @@
-"""Runs steps on a device: selects the function of the plan, fills the io buffers, reads the results.
+"""Runs steps on a device: chooses the function of the plan, writes the io buffers, reads the results.
 
-Results are, of each single row, then of the chunk's last row, the token that the device chooses (`sample`); or the
-logits of a chunk, float32 (`run`, `score`).
+In: single rows and a chunk. Out: the tokens that the device chooses, one for each single row, then one for the chunk's
+last row (`sample`, or `start` and `finish`); or the logits of a chunk, float32 (`run`, `score`).
 """
 
 from collections import deque
@@ -21,36 +21,37 @@ from mlc_amd.runtime.engine.sampled_rows import GREEDY, ChosenToken, SampledRows
 from mlc_amd.runtime.images.features import Features
 
 Choices = Sequence[TokenChoice]
-_SCORED = 64  # rows whose logits are read at once: with a large vocabulary, those of one take half a megabyte
+_SCORED = 64  # rows whose logits are read at once; with a large vocabulary, the logits of a row take half a megabyte
 
 
 class Runner:
-    """Runs steps of an artifact on `device`, whose pages `cache` allocates. images: which have what chunks need of
-    them."""
+    """Runs steps of an artifact on `device`. cache: allocates the device's pages. images: the encoded images that
+    chunks need."""
 
     def __init__(self, artifact, device, cache: KvCache, images: Features | None = None) -> None:
         self.device, self.cache = device, cache
-        beside = None if cache.cells else getattr(device, "can_run_beside", None)  # cells are those of a step
+        # With states, two functions cannot run beside each other: both would use the cells of the same step.
+        beside = None if cache.cells else getattr(device, "can_run_beside", None)
         self.functions = Functions(artifact.manifest, beside)
         self.vocab = artifact.manifest["model"]["vocab"]
         self.images = images or Features()
         self._entries = artifact.manifest["functions"]
-        self._last, self._answered = "", [0]  # the function of the last step, and its rows of logits that count
+        self._last, self._answered = "", [0]  # the function of the last step, and its rows that got a token
         self._choices = SampledRows(device, artifact.manifest["io"], self.vocab)
-        self._started: deque[Callable[[], Any]] = deque()  # of steps that are not finished: reads their results
+        self._started: deque[Callable[[], Any]] = deque()  # for each started step a function that reads its results
 
     @property
     def stages(self) -> int:
-        """Steps that the device computes at once."""
+        """The number of steps that the device computes at the same time: the number of GPUs that have layers each."""
         return max(getattr(self.device, "in_flight", 1) - 1, 1)
 
     @property
     def scored(self) -> int:
-        """Rows of a call of `score`, at most."""
+        """Upper limit of the rows of a call of `score`."""
         return min(self.functions.score.rows, _SCORED)
 
     def prepare(self, function: StepFunction, singles: Sequence[SingleRow], chunk: ChunkRows | None) -> int:
-        """Fills the buffers of a step of that function. Returns the number of its rows of logits."""
+        """Writes the io buffers of a step of a function. Returns the number of its rows of logits."""
         changed = self.cache.changed()
         try:
             for span in changed:
@@ -68,13 +69,13 @@ class Runner:
         return self.functions.of(len(singles), count, images)
 
     def prepare_chunk(self, chunk: ChunkRows) -> str:
-        """Fills the buffers of a step that is one chunk. Returns the name of its function."""
+        """Writes the io buffers of a step that is one chunk. Returns the name of its function."""
         function = self._function((), chunk)
         self._prepare_rows(function, (), chunk)
         return function.name
 
     def _prepare_rows(self, function: StepFunction, singles: Sequence[SingleRow], chunk: ChunkRows | None) -> int:
-        """`prepare`, where rows of a chunk may take the place of single rows."""
+        """`prepare`, but in a function whose rows are all single, the rows of the chunk become single rows."""
         if not (function.steps and chunk):
             return self.prepare(function, singles, chunk)
         ids, position, slot, places, *_ = chunk
@@ -84,7 +85,8 @@ class Runner:
         return self.prepare(function, [*singles, *rows], None)
 
     def run(self, chunk: ChunkRows) -> np.ndarray:
-        """The logits [vocab] of a chunk's last row, in memory that the next step may overwrite."""
+        """Computes a chunk. Returns the logits of its last row, float32 [vocab], in memory that the next step may
+        overwrite."""
         self._choices.clear()
         rows = self._run((), self._second_half((), chunk))
         return self.device.read("logits", rows)[rows - 1, : self.vocab]
@@ -92,8 +94,8 @@ class Runner:
     def sample(
         self, singles: Sequence[SingleRow], chunk: ChunkRows | None, choices: Choices | Callable[[], Choices]
     ) -> list[ChosenToken]:
-        """Computes a step, and chooses a token for each of the first answers, as many as there are `choices`: or a
-        function that returns them, called while the device computes what does not depend on them."""
+        """Computes a step. Returns a token for each choice: of the single rows, then of the chunk's last row. choices:
+        may be a function that returns them; it is called while the device computes what does not depend on them."""
         chunk = self._second_half(singles, chunk)
         last = self._last_row(singles, chunk)
         known: Choices = ()
@@ -112,7 +114,7 @@ class Runner:
         return self._choices.read(self._answered, known)
 
     def _last_row(self, singles: Sequence[SingleRow], chunk: ChunkRows | None) -> int:
-        """The row of logits of a chunk's answer."""
+        """The row of logits of the chunk's last token."""
         single, count = len(singles), len(chunk[0]) if chunk else 0
         return single + count - 1 if chunk and self._function(singles, chunk).steps else single
 
@@ -121,15 +123,15 @@ class Runner:
         self._choices.write([*choices[:single], *skipped, *choices[single:]])
 
     def can_start_ahead(self, rows: int, late: bool = False) -> bool:
-        """Whether a step of so many single rows may start while one of the same rows is in progress (`start_ahead`);
-        late: before it is known how tokens are chosen. Not with states: the step before determines the cells."""
+        """Whether a step of so many single rows may start while a step of the same rows is in progress (`start_ahead`).
+        late: before it is known how its tokens are chosen. Never with states: their cells depend on the step before."""
         return not self.cache.cells and self.device.can_start_ahead(self.functions.of(rows, 0).name, late)
 
     def start(
         self, singles: Sequence[SingleRow], chunk: ChunkRows | None, choices: Choices | Callable[[], Choices]
     ) -> None:
-        """Starts a step as `sample` computes one: see `finish`. With a chunk, or after other steps that are not
-        finished, only on devices with several `stages`."""
+        """Starts a step with the arguments of `sample`; `finish` returns its tokens. On devices with one stage, the
+        step must have no chunk, and all steps before must be finished."""
         function, last = self._function(singles, chunk), self._last_row(singles, chunk)
         self._prepare_rows(function, singles, chunk)
         self._last, self._answered = function.name, [*range(len(singles))]
@@ -141,14 +143,15 @@ class Runner:
             self.device.start(function.name)
 
     def start_scoring(self, chunk: ChunkRows) -> None:
-        """`score` without waiting: `finish` returns the logits. Only on devices with several `stages`."""
+        """Starts `score`; `finish` returns the logits. Only on devices with several `stages`."""
         function = self.functions.score
         rows = self.prepare(function, (), chunk)
         self._started.append(lambda: self.device.read("logits", rows)[:, : self.vocab])
         self.device.start(function.name)
 
     def feed(self, chunk: ChunkRows) -> None:
-        """Computes a chunk whose logits nobody wants; of several stages the first is free for the next one then."""
+        """Computes a chunk whose logits are not needed. On a device with several stages, returns as soon as another
+        chunk can be started."""
         if self.stages == 1:
             self.run(chunk)
             return
@@ -156,8 +159,8 @@ class Runner:
         self.device.feed(self.prepare_chunk(chunk))
 
     def _second_half(self, singles: Sequence[SingleRow], chunk: ChunkRows | None) -> ChunkRows | None:
-        """What the next run is to compute of a chunk: all of it, or the second half where the device computes the first
-        one beside."""
+        """The part of a chunk that the next run must compute. If the device can compute both halves at the same time,
+        starts the first half (`run_beside`), and returns the second; otherwise returns the whole chunk."""
         beside = self.functions.beside
         if not beside or not chunk:
             return chunk
@@ -171,8 +174,9 @@ class Runner:
         return ChunkRows(ids[count:], position + count, slot, second)
 
     def start_ahead(self, singles: Sequence[SingleRow], choices: Choices | None) -> None:
-        """Starts the next step of the same rows before the one in progress is finished. The tokens of `singles` are
-        ignored: the device takes those that the other step chooses. choices: None: `supply_choices` follows."""
+        """Starts the next step of the same rows before the step in progress is finished. The tokens of `singles` are
+        ignored: the device uses those that the step in progress chooses. choices: None if `supply_choices` will
+        follow."""
         function = self.functions.of(len(singles), 0)
         self.prepare(function, singles, None)
         self._last, self._answered = function.name, [*range(len(singles))]
@@ -181,24 +185,25 @@ class Runner:
         self.device.start_ahead(function.name, choices is None)
 
     def supply_choices(self, choices: Choices) -> None:
-        """How the step that was started last chooses its tokens."""
+        """Sets how the step that was started last chooses its tokens."""
         self._choose(choices, len(choices), len(choices))
         self.device.complete_inputs(self._last)
 
     def _choose(self, choices: Choices, single: int, last: int) -> None:
-        """Of a step with so many single rows; last: of `_last_row`."""
+        """Writes the choices of a step that is about to start. single: number of its single rows. last: from
+        `_last_row`."""
         self._write_choices(choices, single, last)
         rows = [*range(single), last][: len(choices)]
         self._started.append(lambda: self._choices.read(rows, choices))
 
     def finish(self) -> Any:
-        """Waits for the oldest step that was started. Returns the token chosen for each of its rows, [ChosenToken]; or
-        the logits of a step that scores, in memory that the next one may overwrite."""
+        """Waits for the oldest step that was started. Returns its tokens, [ChosenToken]; or, after `start_scoring`, the
+        logits, in memory that the next step may overwrite."""
         self.device.wait()
         return self._started.popleft()()
 
     def abandon(self) -> None:
-        """Nobody wants the results of the steps that were started."""
+        """Drops the results of all steps that were started."""
         self._started.clear()
         if self.stages > 1:
             self.device.discard()
@@ -206,7 +211,7 @@ class Runner:
     def _run(
         self, singles: Sequence[SingleRow], chunk: ChunkRows | None, meanwhile: Callable[[], None] | None = None
     ) -> int:
-        """Returns the number of rows of logits. meanwhile: see the devices' `run`."""
+        """Computes a step. Returns its number of rows of logits. meanwhile: see `run` of devices."""
         function = self._function(singles, chunk)
         rows = self._prepare_rows(function, singles, chunk)
         self.device.run(function.name, meanwhile)
@@ -214,9 +219,9 @@ class Runner:
         return rows
 
     def follow(self, tokens: Sequence[int]) -> list[int]:
-        """After a step (`sample`), by what guesses tokens: the most likely tokens after `tokens`, which are the ones
-        after the step's rows, in order. Returns those of the rows for which the step chose tokens; none of a draft
-        with blocks."""
+        """Runs the draft that is compiled with the model, after a step (`sample`). tokens: the token after each row of
+        the step. Returns the draft's most likely token after each of these, for the rows for which the step chose
+        tokens; [] for a draft that guesses blocks."""
         name = FOLLOW + self._last
         self._choices.clear()
         self.device.write("tokens", np.asarray(tokens, np.int32))
@@ -227,7 +232,8 @@ class Runner:
         return [sampled[row] for row in self._answered]
 
     def chain(self, rows: Sequence[SingleRow], sources: Sequence[int]) -> list[int]:
-        """After `follow` or `chain`: the most likely tokens after those of `rows`, guesses of the rows `sources`."""
+        """Runs the draft again, after `follow` or `chain`. rows: guesses of the last call; sources: the rows of the
+        last call that guessed them. Returns the most likely token after each row."""
         function = self.functions.chain(len(rows))
         self._choices.clear()
         self.prepare(function, rows, None)
@@ -236,7 +242,7 @@ class Runner:
         return self.device.read("sampled", len(rows)).tolist()
 
     def block(self, rows: ChunkRows) -> list[int]:
-        """The most likely token of each row of a draft's block; -1 where a logit is not a finite number."""
+        """Runs a draft that guesses blocks. Returns the most likely token of each row; -1 if a logit is not finite."""
         function = self.functions.block
         assert function, "a draft with blocks"
         self._choices.clear()
@@ -245,7 +251,8 @@ class Runner:
         return self.device.read("sampled", len(rows[0])).tolist()
 
     def score(self, chunk: ChunkRows) -> np.ndarray:
-        """The logits [rows, vocab] of a chunk of at most `scored` rows, in memory that the next step may overwrite."""
+        """Computes a chunk of at most `scored` rows. Returns the logits of all its rows, float32 [rows, vocab], in
+        memory that the next step may overwrite."""
         rows = self.prepare(self.functions.score, (), chunk)
         self.device.run(self.functions.score.name)
         return self.device.read("logits", rows)[:, : self.vocab]

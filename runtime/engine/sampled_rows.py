@@ -1,5 +1,6 @@
-"""The rows of a step that get a token: writes the io buffers `sampling`, `changes` and `allowed`, as far as the step
-needs them, reads `sampled`, `logprobs` and `logits`."""
+"""Lets the device choose tokens. In: for each row of a step how its token is chosen (`TokenChoice`), which is written
+to the io buffers `sampling`, `changes` and `allowed`. Out: tokens and log-probabilities, from `sampled`, `logprobs` and
+`logits`."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,24 +19,24 @@ class TokenChoice(NamedTuple):
     """How a token is chosen."""
 
     sampling: Sampling
-    seed: int  # where the settings have none
-    tokens: Sequence[int]  # before it
-    allowed: np.ndarray | None = None  # int32 words [ceil(vocab / 32)] (`device_rows.mask_words`), or None: any token
-    logprobs: int | None = None  # how many of the most likely tokens are wanted besides its log-probability
-    guessed: Sequence[int] = ()  # further tokens before it
+    seed: int  # used if `sampling` has no seed
+    tokens: Sequence[int]  # the tokens before it
+    allowed: np.ndarray | None = None  # a mask, int32 [ceil(vocab / 32)] (`device_rows.mask_words`); None: any token
+    logprobs: int | None = None  # None: no log-probability; otherwise that of the token and of so many alternatives
+    guessed: Sequence[int] = ()  # guessed tokens between `tokens` and this one
 
     @property
     def position(self) -> int:
-        """Of the token, in its sequence."""
+        """The token's position in its sequence."""
         return len(self.tokens) + len(self.guessed)
 
 
 GREEDY = TokenChoice(Sampling(), 0, ())
-UNKNOWN = (-1,)  # `guessed` where the choice does not depend on the token
+UNKNOWN = (-1,)  # `guessed` for one token that is not known yet, and on which the choice does not depend
 
 
 class ChosenToken(NamedTuple):
-    """token: -1 where a logit is not a finite number. logprob, top: as of `generation.Piece`, where they are wanted."""
+    """A chosen token. token: -1 if a logit is not finite. logprob, top: see `generation.Piece`; set if requested."""
 
     token: int
     logprob: float | None = None
@@ -43,13 +44,15 @@ class ChosenToken(NamedTuple):
 
 
 def right_ones(chosen: list[ChosenToken], guesses: Sequence[int]) -> list[ChosenToken]:
-    """The first token, and those after guesses that are right."""
+    """The tokens that are valid: the first one, and each one that follows a right guess. chosen: the token for the row
+    before the guesses, then for each guess."""
     right = next((i for i, guess in enumerate(guesses) if chosen[i].token != guess), len(guesses))
     return chosen[: right + 1]
 
 
 class SampledRows:
-    """Writes and reads the buffers of `device`. io: the manifest's; columns of logits beyond `vocab` are padding."""
+    """Writes and reads the io buffers of `device`. io: the manifest's. Columns of logits from `vocab` on are
+    padding."""
 
     def __init__(self, device, io, vocab: int) -> None:
         self._allowed = np.zeros(io["allowed"]["shape"], np.int32)
@@ -57,23 +60,22 @@ class SampledRows:
         self._device, self._vocab = device, vocab
         self._words = np.zeros((rows, WORDS), np.int32)
         self._changes = np.zeros((rows, CHANGES, 2), np.int32)
-        self._written = 0  # rows of `sampling` that are not zero
-        # words and changes of settings to which recent tokens do not matter, by these, the seed, and whether there are
-        # log-probabilities and a mask
+        self._written = 0  # number of first rows of `sampling` that may not be zero
+        # Words and changes of rows without penalties: {(settings, seed, log-probabilities?, mask?): (words, changes)}.
         self._kept: dict[tuple[Sampling, int, bool, bool], tuple[np.ndarray, np.ndarray]] = {}
 
     def clear(self) -> None:
-        """All rows take the largest logit."""
+        """Makes all rows choose the token with the largest logit."""
         if self._written:
             self._words[: self._written] = 0
             self._device.write("sampling", self._words[: self._written])
             self._written = 0
 
     def write(self, choices: Sequence[TokenChoice]) -> None:
-        """choices: of the first rows."""
+        """Writes how the tokens of the first len(choices) rows are chosen; all others choose the largest logit."""
         self.clear()
         changed = masked = 0
-        limited = []  # rows with a mask that draw
+        limited = []  # rows with a mask and random sampling
         for i, choice in enumerate(choices):
             sampling, logprob, mask = choice.sampling, choice.logprobs is not None, choice.allowed
             if mask is not None:
@@ -105,9 +107,9 @@ class SampledRows:
             self._device.write("allowed", self._allowed[:masked])
 
     def _shorten_searches(self, rows: np.ndarray) -> None:
-        """Makes choices in rows with masks faster, not different. Where a mask leaves no more than top_k tokens the
-        device need not search for the top_k; where no filter is left and few tokens are allowed, a filter that keeps
-        all of them makes the device list them, and draw from the list."""
+        """Makes random choices in rows with masks faster, without changing them. If the mask allows at most top_k
+        tokens, removes the top_k filter, for which the device would have to search. If no filter is left and few tokens
+        are allowed, adds a filter that keeps all of them: the device then lists them, and draws from the list."""
         words = self._words[rows]
         floats = words.view(np.float32)
         allowed = np.bitwise_count(self._allowed[rows].view(np.uint32)).sum(axis=1, dtype=np.int32)
@@ -117,7 +119,7 @@ class SampledRows:
         self._words[rows] = words
 
     def _of(self, choice: TokenChoice) -> tuple[np.ndarray, np.ndarray]:
-        """The words, but for the position, and the changes of a row without penalties."""
+        """(words without the position, changes) of a row without penalties."""
         key = choice.sampling, choice.seed, choice.logprobs is not None, choice.allowed is not None
         if key not in self._kept:
             if len(self._kept) > 4096:
@@ -128,7 +130,8 @@ class SampledRows:
         return self._kept[key]
 
     def read(self, rows: Sequence[int], choices: Sequence[TokenChoice]) -> list[ChosenToken]:
-        """What was chosen in the rows of `choices`. Logits are read only where the most likely tokens are wanted."""
+        """The tokens that were chosen in `rows`, one for each of `choices`. Reads logits only if alternatives are
+        requested."""
         if not choices:
             return []
         tokens = self._device.read("sampled", max(rows) + 1).tolist()
@@ -146,7 +149,8 @@ class SampledRows:
 
 
 def _top(logits: np.ndarray, chosen: ChosenToken, count: int) -> tuple[tuple[int, float], ...]:
-    """The `count` most likely tokens. The sum of all probabilities follows from that of the chosen token."""
+    """(token, log-probability) of the `count` most likely tokens. The normalization of the softmax follows from the
+    logit and the log-probability of the chosen token."""
     assert chosen.logprob is not None
     total = float(logits[chosen.token]) - chosen.logprob  # logarithm of the sum of exp(logits)
     return tuple((int(t), min(float(logits[t]) - total, 0.0)) for t in most_likely(logits, min(count, len(logits))))

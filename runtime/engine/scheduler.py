@@ -1,22 +1,31 @@
-"""Which tokens of which requests the next step computes: continuous batching with chunked prefill.
+"""Decides which tokens of which requests the next step computes: continuous batching with chunked prefill.
 
-A driver loop calls `plan`, runs the step on the device, calls `complete` with the sampled tokens, and `finish` for each
-request that has ended. All methods but `cancel` are called by one thread. Where the next step will have the same rows
-as the one in progress, `plan_ahead` plans it before the tokens of that one are known.
+The driver (steps.py) calls `plan`, runs the step on the device, and calls `complete` with the sampled tokens; it calls
+`finish` for each request that has ended. All methods but `cancel` must be called by one thread. If the next step will
+have the same rows as the step in progress, `plan_ahead` plans it before the tokens of the step in progress are known.
 
-Several GPUs compute several steps at once, in the order in which they were planned (`groups`). Then answers are divided
-into as many groups, each with steps of its own, and further chunks of a prompt are planned before the first is done.
+The rows of a step:
 
-Every running answer has a row in every step; if there are more answers than rows, clients and their requests alternate.
-Remaining rows may verify guesses of further tokens (`draft`). A step also has one chunk of a prompt; clients alternate
-with chunks. A chunk of which all logits are wanted (`Request.scored`), or with an image that leaves no room for others,
-is a step by itself, followed by a step of the answers. A chunk with an image waits for its features. Where
-the maximum number of requests is running, a client that has none running replaces one of the client that has most. The
-pages of a step are reserved before it runs. Where the pools have too few, the youngest running request is preempted: it
-releases its pages and waits; what the index has lost of it until it runs again is computed again. So the oldest running
-request always proceeds.
+- Each running answer has one row in every step. If there are more answers than rows, clients alternate, and within a
+  client its requests. Remaining rows may verify guesses of further tokens (`draft`).
+- A step also has at most one chunk of a prompt. Clients take turns with chunks.
+- Two kinds of chunk are a step of their own, followed by a step of answers: one whose logits are all needed
+  (`Request.scored`), and one with an image that leaves no room for other rows. A chunk waits for the features of
+  images.
 
-The scheduler assumes that no other sequence of the cache holds pages for long: requests wait for those.
+Which requests run:
+
+- If the maximum number of requests is running, a client without a running request replaces a request of the client with
+  the most.
+- The pages of a step are reserved before it runs. If there are too few, the youngest running request is preempted: it
+  releases its pages and waits. When it runs again, only pages that the index has lost are computed again. So the oldest
+  running request always proceeds.
+
+With several GPUs that have layers each (`groups`), several steps are in progress, in the order in which they were
+planned. Answers are divided into as many groups, each with steps of its own; further chunks of a prompt are planned
+before the first is done.
+
+The scheduler assumes that sequences of others hold pages only for a short time: requests wait for these pages.
 """
 
 from collections import deque
@@ -33,32 +42,32 @@ from mlc_amd.runtime.errors import UserError
 
 
 class QueueFull(UserError):
-    """As many requests wait as may wait."""
+    """The queue is full: the maximum number of requests is waiting."""
 
 
 class RequestCounts(NamedTuple):
-    """How many requests wait, and how many are running."""
+    """The number of waiting requests, and of running ones."""
 
     waiting: int
     running: int
 
 
 class Scheduler:
-    """Requests on one cache. `running`: in the order in which they were added."""
+    """The scheduler of one cache. running: the running requests, in the order in which they were added."""
 
     def __init__(self, cache: KvCache, limits: SchedulerLimits | None = None, groups: int = 1) -> None:
-        """groups: steps that the device computes at once; one more than these may be planned, so that it never waits
-        for the host."""
+        """groups: number of steps that the device computes at the same time. If there are several, one more step may be
+        planned, so that the device never waits for the host."""
         self.cache, self.limits, self.groups = cache, limits or SchedulerLimits(), groups
-        self._most = groups + 1 if groups > 1 else 1  # planned steps that are not completed, without `plan_ahead`
+        self._most = groups + 1 if groups > 1 else 1  # upper limit of the steps in progress, without `plan_ahead`
         self.admission = Admission(cache, self.limits, groups)
         self.running = self.admission.running
         self._number = 0
-        self._in_progress: deque[PlannedStep] = deque()  # not completed, in the order in which they are computed
+        self._in_progress: deque[PlannedStep] = deque()  # planned and not completed, in order
         self._steps = 0
         self._cancels: deque[Request] = deque()
-        self._ended: list[Sequence] = []  # of requests that are done, while a step may use them
-        self._alone = False  # the last step was that of a chunk alone
+        self._ended: list[Sequence] = []  # sequences of requests that are done, which a step in progress may still use
+        self._alone = False  # whether the last step was a chunk alone
 
     @property
     def unfinished(self) -> int:
@@ -73,7 +82,8 @@ class Scheduler:
     # ---- requests
 
     def add(self, request: Request) -> None:
-        """Queues a request. QueueFull; ContextFull if the cache could never hold it; UserError for an empty prompt."""
+        """Queues a request. Raises QueueFull, ContextFull if the cache could never hold it, UserError for an empty
+        prompt."""
         if not request.prompt:
             raise UserError("nothing to evaluate: the prompt has no tokens")
         if self.waiting >= self.limits.queue:
@@ -95,12 +105,13 @@ class Scheduler:
             self._cancels.append(request)
 
     def cancel(self, request: Request) -> None:
-        """The next `plan` finishes the request as "cancelled", unless it is done. For any thread, also before `add`."""
+        """Makes the next `plan` finish the request as "cancelled", unless it is done. May be called by any thread, and
+        even before `add`."""
         request.cancelled = True
         self._cancels.append(request)
 
     def finish(self, request: Request, reason: str) -> None:
-        """Ends a request, if it is not done; its pages are released, after the step in progress if there is one."""
+        """Ends a request, if it is not done, and releases its pages: at once, or after the steps in progress."""
         if request.state == "done" or request.sequence is None:
             return
         if request.state == "running":
@@ -110,7 +121,7 @@ class Scheduler:
         self.admission.queues.finish(request)
         request.state, request.finish = "done", reason
         if request.scored is not None:
-            pass  # its sequence is the caller's
+            pass  # the sequence is the caller's, and keeps its pages
         elif not self._in_progress:
             request.sequence.free()
         else:
@@ -126,11 +137,12 @@ class Scheduler:
 
     @property
     def _busy(self) -> set[Request]:
-        """The requests that get a token of a step in progress."""
+        """The requests that will get a token from a step in progress."""
         return {request for step in self._in_progress for request in step.answers}
 
     def plan(self) -> PlannedStep | None:
-        """The next step, or None if there is nothing to compute now. They are completed in this order."""
+        """Plans the next step; None if there is nothing to compute now. Steps must be completed in the order of
+        planning."""
         if not self.may_plan:
             raise RuntimeError("the last step is neither completed nor abandoned")
         while self._cancels:
@@ -140,7 +152,7 @@ class Scheduler:
         for request in self.running:
             pending = sequence_of(request).pending
             if len(request.generated) >= max(request.limit, 1) or not pending or request in busy:
-                continue  # the driver has not finished it, or does not know its newest token
+                continue  # the driver has not called `finish` yet, or its newest token is not known yet
             if pending == 1 and request.scored is None and request.limit and sequence_of(request).tokens[-1] >= 0:
                 singles.append(request)
             else:
@@ -174,14 +186,15 @@ class Scheduler:
 
     @staticmethod
     def started(step: PlannedStep) -> None:
-        """The device has the inputs of a planned step. Its chunk counts as computed, unless a token is to follow: what
-        relies on it will be computed after it."""
+        """To be called when the device has the inputs of a planned step. Its chunk then counts as computed, because the
+        device computes later steps after it; but not a chunk after which a token is sampled."""
         if step.chunk and not step.chunk.answers:
             step.chunk.count_as_computed()
 
     def plan_ahead(self, step: PlannedStep) -> PlannedStep | None:
-        """The step after the oldest one in progress, if it certainly has the same rows, each with the token that one
-        samples, and there are pages. A request that is done by then keeps its row."""
+        """Plans the step after `step`, the oldest in progress, before its tokens are known: the same rows, each with
+        the token that `step` samples. Returns None if the next step may have other rows, or if there are no pages for
+        it. A request that `step` ends still has a row."""
         running = [request for request, _ in step.singles]
         may_start = self.waiting and not self.admission.blocked
         if not self._in_progress or step is not self._in_progress[0] or len(self._in_progress) > self._most:
@@ -200,7 +213,8 @@ class Scheduler:
         return ahead
 
     def guesses(self, step: PlannedStep) -> dict[Request, int]:
-        """How many drafts each request of a step without a chunk may have, if no other has any."""
+        """For each request of a step without a chunk: the number of drafts that it may have, if no other request has
+        any."""
         return {request: self._guesses(request, sequence) for request, sequence in step.singles}
 
     @staticmethod
@@ -208,7 +222,8 @@ class Scheduler:
         return min(request.limit - len(request.generated) - 1, sequence.guess_room)
 
     def draft(self, step: PlannedStep, drafts: Mapping[Request, list[int]]) -> PlannedStep:
-        """The planned step without a chunk, with as many drafts as there are rows and pages for, without preemption."""
+        """Replaces the planned step, which must have no chunk, by one with drafts: as many as there are rows and pages
+        for. Preempts no request."""
         if [*self._in_progress] != [step] or step.chunk:
             raise RuntimeError("this is no step in progress without a chunk")
         rows = self.limits.step_rows - len(step.singles)
@@ -224,7 +239,8 @@ class Scheduler:
         return step
 
     def complete(self, step: PlannedStep, tokens: Iterable[SequenceOf[int]]) -> None:
-        """The step has run. tokens: for each of step.answers the right drafts and one more; or ignored if done."""
+        """To be called when the oldest step has run. tokens: for each of step.answers the drafts that were right, and
+        one more token; ignored for requests that are done. Raises ValueError for another number of answers."""
         tokens, answers = list(tokens), step.answers
         if len(tokens) != len(answers) or not all(tokens):
             raise ValueError(f"tokens {tokens} for a step with {len(answers)} answers")
@@ -241,7 +257,8 @@ class Scheduler:
         self._free_ended()
 
     def abandon(self) -> None:
-        """The steps in progress have failed: nothing that they compute counts, but for chunks that already did."""
+        """To be called when the steps in progress have failed. Their results do not count, but for chunks that counted
+        as computed before."""
         if not self._in_progress:
             raise RuntimeError("no step is in progress")
         sequences = {id(sequence): sequence for step in self._in_progress for sequence in step.sequences}
@@ -256,7 +273,7 @@ class Scheduler:
         self._in_progress.popleft()
 
     def _free_ended(self) -> None:
-        """Those that no step uses."""
+        """Frees the sequences of ended requests that no step in progress uses."""
         used = [sequence for step in self._in_progress for sequence in step.sequences]
         for sequence in self._ended:
             if sequence not in used:

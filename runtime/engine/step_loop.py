@@ -1,9 +1,9 @@
-"""Lets any number of threads share an engine's steps.
+"""Lets any number of threads share the steps of an engine.
 
-A thread that waits for an answer takes the step lock and computes one step (steps.py), for all answers;
-so several threads, each with an answer of its own, are served together without a thread of the engine. A thread that
-starts an answer waits for one step at most. A thread that takes the lock for another purpose completes the step in
-progress first. Answers for asyncio are computed by a background thread, which the first of them starts.
+The engine needs no thread of its own: a thread that waits for an answer takes the step lock, and computes one step
+(steps.py) for all answers. A thread that starts an answer waits for one step at most. A thread that needs the device
+for another purpose takes the lock, and first completes the step in progress. Answers for asyncio are computed by a
+background thread, which starts with the first such answer.
 """
 
 import threading
@@ -32,7 +32,7 @@ class StepLoop(Steps):
         self._background: threading.Thread | None = None
 
     def restore_with(self, restoring: Restoring) -> None:
-        """From now on requests wait for what that reads."""
+        """Makes requests wait for pages that `restoring` reads from disk."""
         with self.exclusive():
             self._works.append(restoring)
             self.scheduler.admission.restore = restoring.begin
@@ -41,7 +41,8 @@ class StepLoop(Steps):
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Holds the step lock for the `with` block, with no step in progress. UserError once the engine is closed."""
+        """Holds the step lock for the `with` block. No step is in progress then. Raises an error if the engine is
+        closed."""
         self._lock.acquire()
         try:
             self._settle()
@@ -65,7 +66,7 @@ class StepLoop(Steps):
         return bool(self._answers or self._scorings)
 
     def score(self, scoring: Scoring) -> None:
-        """Computes steps until it is done. QueueFull and ContextFull."""
+        """Queues a scoring, and computes steps until it is done. Raises its error, QueueFull and ContextFull."""
         self.start_scoring(scoring, watched=False)
         try:
             self.wait([scoring])
@@ -76,14 +77,16 @@ class StepLoop(Steps):
             raise scoring.error
 
     def start_scoring(self, scoring: Scoring, watched: bool = True) -> None:
-        """Queues it; watched: the background thread computes it. QueueFull and ContextFull."""
+        """Queues a scoring. watched: whether the background thread must compute it. Raises QueueFull and
+        ContextFull."""
         with self.exclusive():
             self.scheduler.add(scoring.request)
             self._scorings[scoring.request] = scoring
             self._watch([scoring.request] if watched else [])
 
     def start(self, answers: SequenceOf[Answer], watched: bool = False) -> None:
-        """Queues them; watched: the background thread computes them. QueueFull, ContextFull: none is queued."""
+        """Queues answers. watched: whether the background thread must compute them. Raises QueueFull and ContextFull;
+        then no answer is queued."""
         with self.exclusive():
             added = []
             try:
@@ -98,14 +101,14 @@ class StepLoop(Steps):
             self._watch([answer.request for answer in answers] if watched else [])
 
     def cancel(self, answers: Iterable[Answer | Scoring]) -> None:
-        """Ends answers after the step in progress; their pages are free then."""
+        """Ends answers after the step in progress, and then releases their pages."""
         for answer in answers:
             self.scheduler.cancel(answer.request)
         if not self._lock.try_acquire():
             return
         try:
             self._drop_ended()
-            if not (self._answers or self._background):  # a background thread would do that
+            if not (self._answers or self._background):  # a background thread would complete the step itself
                 self._settle()
         finally:
             self._lock.release()
@@ -161,7 +164,7 @@ class StepLoop(Steps):
                 self._fail(request, MachineError(CLOSED))
 
     def close(self) -> None:
-        """`end_all`, also of what is started later."""
+        """Calls `end_all`, and closes the engine: answers cannot be started any more."""
         if self.closed:
             return
         self.end_all()

@@ -1,7 +1,8 @@
-"""Steps of a model for the answers that are in progress: planned, started, completed, their results distributed.
+"""Computes steps for the answers in progress: plans a step (scheduler.py), starts it on the device (runner.py), waits
+for it, and distributes its results to answers (answers.py) and scorings.
 
-Where the device can, the next step is started before the one in progress is done (`Scheduler.plan_ahead`), so the
-device does not wait for the host. One thread at a time may call this: `StepLoop` has the lock.
+If the device can do it, the next step is started before the step in progress is done (`Scheduler.plan_ahead`), so that
+the device does not wait for the host. One thread at a time may call this class: `StepLoop` has the lock.
 """
 
 import time
@@ -23,26 +24,26 @@ from mlc_amd.runtime.speculation.speculation import Speculation
 
 
 class Steps:
-    """Steps of `runner` for the answers and scorings that a subclass adds."""
+    """Computes steps by `runner` for answers and scorings, which a subclass adds to `_answers` and `_scorings`."""
 
     def __init__(self, runner: Runner, cache: KvCache, limits: SchedulerLimits) -> None:
         self.runner = runner
         self.scheduler = Scheduler(cache, limits, runner.stages)
-        self.private: Sequence | None = None  # a sequence of the engine's own, which requests may preempt
-        self.speculation: Speculation | None = None  # changed with the lock only
+        self.private: Sequence | None = None  # the engine's own sequence; it loses its pages if requests need them
+        self.speculation: Speculation | None = None  # may be changed only with the lock held
         self.clock = time.perf_counter  # seconds, for `speculation`
-        self._since = 0.0  # when the step in progress started, or the one before it was completed
-        self._started: deque[PlannedStep] = deque()  # in progress on the device, the oldest first
-        self._lacks_choices = False  # the last of them waits for how its tokens are chosen
+        self._since = 0.0  # time at which the step in progress started, or the step before was completed
+        self._started: deque[PlannedStep] = deque()  # steps in progress on the device, the oldest first
+        self._lacks_choices = False  # whether the last of them still needs to know how its tokens are chosen
         self._answers: dict[Request, Answer] = {}
         self._scorings: dict[Request, Scoring] = {}
-        self._watched: set[Request] = set()  # of these, those that a background thread computes
+        self._watched: set[Request] = set()  # answers and scorings that a background thread must compute
         self.scheduler.admission.has_features = runner.images.__contains__
         self._works: list[PiecewiseWork] = [Encoding(self.scheduler, runner.images)]
 
     def _step(self) -> bool:
-        """Completes a step; starts as many as the device computes at once. False if there is nothing to compute. Pieces
-        of other work and steps of answers take turns."""
+        """Starts as many steps as the device computes at the same time, and completes one. Alternates with pieces of
+        other work. Returns False if there is nothing to compute."""
         self._drop_ended()
         if work := next((work for work in self._works if work.takes_turn()), None):
             return self._work(work)
@@ -83,7 +84,7 @@ class Steps:
         return step
 
     def _start(self, step: PlannedStep) -> bool:
-        """Starts a step, if others may start before it is completed."""
+        """Starts a step without waiting, if another step may start before it is completed. Returns whether it did."""
         if self._guesses or not (self.runner.stages > 1 or self._may_overlap(step)):
             return False
         with self._in_progress():
@@ -101,7 +102,7 @@ class Steps:
 
     @contextmanager
     def _in_progress(self) -> Iterator[None]:
-        """An error of a step abandons it, and those after it."""
+        """A context for code that runs steps: after an error, all steps in progress are abandoned."""
         try:
             yield
         except BaseException:
@@ -112,7 +113,7 @@ class Steps:
             raise
 
     def _compute(self, step: PlannedStep) -> None:
-        """Computes and completes a step that the next one does not overlap."""
+        """Computes and completes a step during which no other step starts."""
         with self._in_progress():
             begun = self.clock()
             speculation = self._speculation(step)
@@ -121,7 +122,7 @@ class Steps:
             guessed = self.clock()
             chosen = self._run(step)
             seconds = self.clock() - guessed
-            # after a step that it could not start ahead of, the device has waited for the host
+            # the time for which the device waited for the host before this step counts, too
             waited = min(begun - self._since, seconds)
             guesses = step.drafts + [[]] * (len(chosen) - len(step.drafts))
             found = [right_ones(tokens, drafts) for tokens, drafts in zip(chosen, guesses, strict=True)]
@@ -133,7 +134,7 @@ class Steps:
         self._complete(step, found)
 
     def _complete(self, step: PlannedStep, found: list[list[ChosenToken]]) -> None:
-        """found: what was chosen for each of the step's answers."""
+        """Distributes the results of a step. found: the tokens that were chosen for each of the step's answers."""
         prompts = [(request, sequence) for request, sequence in step.computed if not request.generated]
         self.scheduler.complete(step, [[max(chosen.token, 0) for chosen in tokens] for tokens in found])
         for request, sequence in prompts:
@@ -144,7 +145,7 @@ class Steps:
             elif (scoring := self._scorings.get(request)) and scoring.done:
                 self._drop_scoring(request)
         for request, tokens in zip(step.answers, found, strict=True):
-            if request.state == "done":  # while the step was in progress
+            if request.state == "done":  # it ended while the step was in progress
                 continue
             answer = self._answers[request]
             reasons = (answer.stats.finish if answer.done else answer.push(chosen) for chosen in tokens)
@@ -155,11 +156,11 @@ class Steps:
 
     @property
     def _guesses(self) -> bool:
-        """Whether the next step may have guesses, which needs the tokens of the one before."""
+        """Whether the next step may have guesses. Guesses need the tokens of the step before."""
         return self.speculation is not None and not self.speculation.resting
 
     def _speculation(self, step: PlannedStep) -> Speculation | None:
-        """Where answers of the step may have guesses."""
+        """`speculation`, if answers of the step may have guesses; otherwise None."""
         if not self.speculation or step.chunk:
             return None
         answers = (self._answers.get(request) for request in step.answers)
@@ -167,7 +168,7 @@ class Steps:
         return self.speculation if may else None
 
     def _may_overlap(self, step: PlannedStep) -> bool:
-        """Whether the next step may start while this one is in progress."""
+        """Whether the next step may start while `step` is in progress."""
         answers = [self._answers.get(request) for request in step.answers]
         return (
             not (self._guesses or step.chunk)
@@ -176,11 +177,11 @@ class Steps:
         )
 
     def _needs_tokens(self, step: PlannedStep) -> bool:
-        """Whether the choice of the tokens after those of the step depends on them."""
+        """Whether the tokens of `step` must be known before it is known how the next step chooses tokens."""
         return not all(self._answers[request].predictable for request in step.answers)
 
     def _finish(self, step: PlannedStep, ahead: bool = True) -> None:
-        """Completes the step in progress; ahead: starts the next one first."""
+        """Completes the oldest step in progress. ahead: starts the next step before, if possible."""
         with self._in_progress():
             if self._lacks_choices:
                 self._lacks_choices = False
@@ -214,7 +215,8 @@ class Steps:
         return following
 
     def _choices(self, step: PlannedStep) -> list[TokenChoice]:
-        """How the tokens of a step without guesses are chosen; for answers that are done it does not matter."""
+        """How the tokens of a step without guesses are chosen. The choice for an answer that is done does not
+        matter."""
         answers = [self._answers.get(request) for request in step.answers]
         return [answer.choices()[0] if answer else GREEDY for answer in answers]
 
@@ -224,7 +226,8 @@ class Steps:
             self._finish(self._started[0], ahead=False)
 
     def _run(self, step: PlannedStep) -> list[list[ChosenToken]]:
-        """The tokens chosen for each of the step's answers: after its newest token, and after each guess."""
+        """Computes a step. Returns for each of its answers the token chosen after its newest token, and after each
+        guess."""
         singles, chunk = [], None
         for (_, sequence), drafts in zip(step.singles, step.drafts, strict=True):
             singles += sequence.rows([sequence.tokens[sequence.computed], *drafts])

@@ -1,4 +1,5 @@
-"""What an engine keeps of its cache outside of memory: the cache on disk, and sequences in files of their own."""
+"""The parts of an engine's KV cache that are kept on disk: the shared cache on disk, and sequences in files of their
+own."""
 
 from collections.abc import Hashable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from mlc_amd.runtime.images.rows import Prompt
 
 
 class StoredPages:
-    """Of one engine; for several threads."""
+    """The stored pages of one engine. Several threads may use it."""
 
     def __init__(self, artifact: Artifact, device, cache: KvCache, loop: StepLoop) -> None:
         self._artifact, self._device, self._cache, self._loop = artifact, device, cache, loop
@@ -33,7 +34,7 @@ class StoredPages:
         loop.restore_with(self._restoring)
 
     def keep_on_disk(self, limit: int) -> None:
-        """limit: bytes of the files of all models."""
+        """See `LogitsEngine.keep_on_disk`. limit: bytes of the files of all models."""
         about = {"name": self._artifact.manifest["name"], "path": str(self._artifact.path.resolve())}
         self._files = PageFiles(self._keys.model, about, limit)
         self._writer = PageWriter(self._loop, self._cache, self._device, self._keys, self._files)
@@ -45,7 +46,7 @@ class StoredPages:
         return self._writer is not None
 
     def close(self) -> None:
-        """Writes what is not written yet."""
+        """Writes the pages that are not written yet."""
         if self._writer:
             self._writer.close()
         self._restoring.close()
@@ -53,7 +54,8 @@ class StoredPages:
     # ---- sequences in files of their own
 
     def save(self, tokens: Prompt, path: Path) -> SavedSize:
-        """Writes the pages that are in memory of a sequence that begins with these tokens. UserError."""
+        """Writes a file with the pages of a sequence of these tokens that are in the cache. Raises UserError if it
+        cannot be written."""
         with self._loop.exclusive():
             sequence = self._held(tokens)
             snapshot = self._snapshot(sequence)
@@ -70,14 +72,15 @@ class StoredPages:
                     self._cache.index.pools[span].release(cell)
 
     def open(self, owner: Hashable, path: Path) -> SavedSize:
-        """From now on pages are also found in a saved file, in place of the one that was opened for that owner before.
-        UserError for a file that is not one of this model."""
+        """Adds a saved file to the places where pages are searched; it replaces the file that was opened for `owner`
+        before. Raises UserError if it is not a file of this model."""
         self._opened[owner] = found = SavedPages(path, self._keys.model)
         self._find_in()
         return found.size
 
     def erase(self, owner: Hashable, tokens: Prompt) -> None:
-        """Forgets what nobody uses of a sequence with these tokens, and the file that is open for that owner."""
+        """Removes the pages of a sequence of these tokens from the cache, unless others use them, and from the cache on
+        disk. Closes the file that is open for `owner`."""
         self._opened.pop(owner, None)
         self._find_in()
         with self._loop.exclusive():
@@ -96,13 +99,13 @@ class StoredPages:
             self._sources[:] = [*([self._files] if self._files else []), *self._opened.values()]
 
     def _held(self, tokens: Prompt) -> TokenSequence:
-        """A sequence that holds what the index has of these tokens."""
+        """A sequence that holds the pages that the index has of these tokens."""
         sequence = self._cache.sequence(Prompt([*tokens, 0], tokens.images))
         sequence.match()
         return sequence
 
     def _pages(self, sequence: TokenSequence) -> list[tuple[PrefixDigest, int, int]]:
-        """Those that a sequence holds: digest, span and page."""
+        """(digest, span, page) of each page that a sequence holds."""
         complete, rest = divmod(sequence.computed, PAGE)
         chain = list(sequence.chain(complete))
         if rest:
@@ -119,7 +122,9 @@ class StoredPages:
         return found
 
     def _snapshot(self, sequence: TokenSequence) -> list[tuple[PrefixDigest, int, int]]:
-        """The last one of a state at a page's end before that of the sequence, held: other prompts may begin there."""
+        """For a model with states: the last indexed state at the end of a page, other than the sequence's own, as
+        (digest, STATE, cell), or nothing. It is useful for other prompts with a common beginning. Its cell is
+        retained."""
         index = self._cache.index
         for known in reversed(sequence.chain(sequence.computed // PAGE) if sequence.state else []):
             cell = index.page(known, STATE)

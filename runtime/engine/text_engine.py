@@ -1,5 +1,5 @@
-"""Text in, text out: any number of generations, from any number of threads, share steps. What their prompts have in
-common, with one another and with earlier ones, is computed once."""
+"""Generations. In: prompts. Out: iterators over pieces of text. Any number of generations, from any number of threads,
+share steps. A prefix that prompts have in common, with one another or with earlier ones, is computed once."""
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Unpack
@@ -17,6 +17,7 @@ from mlc_amd.runtime.engine.token_scores import TokenScore, computed
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.grammars.constraints import Constraint
 from mlc_amd.runtime.images.prompts import ImagePrompts
+from mlc_amd.runtime.images.rows import images_among
 from mlc_amd.runtime.sampling.settings import Sampling, SamplingChanges
 from mlc_amd.runtime.text.chat_template import ChatTemplate
 from mlc_amd.runtime.text.fill_in_middle import FillInMiddle
@@ -37,8 +38,8 @@ class CompletionOptions(SamplingChanges, total=False):
 
 
 class TextEngine(LogitsEngine):
-    """sampling: the model's own defaults. fill: makes prompts for the text between two others. images: of texts with
-    images."""
+    """A `LogitsEngine` with generations. sampling: the model's default sampling parameters. fill: makes prompts for the
+    text between two given texts. images: makes prompts of texts with images."""
 
     def __init__(self, artifact: Artifact, device, limits: SchedulerLimits | None = None):
         super().__init__(artifact, device, limits)
@@ -54,12 +55,12 @@ class TextEngine(LogitsEngine):
 
     @property
     def last(self) -> Stats:
-        """Statistics of the generation that was begun last, also while it is in progress; all zero before the first."""
+        """Statistics of the generation that was begun last, which may be in progress; all zero before the first."""
         return self._last.stats if self._last else Stats()
 
     @property
     def queue(self) -> RequestCounts:
-        """How many answers wait, and how many are being generated."""
+        """The number of answers that wait, and of those that are being generated."""
         return self._loop.queue
 
     def generate(
@@ -79,24 +80,28 @@ class TextEngine(LogitsEngine):
         include_stop: bool = False,
         **changes: Unpack[SamplingChanges],
     ) -> Generation:
-        """Continues a text, or token ids, one token at a time; a prefix that is in the cache is not computed again.
+        """Continues texts or lists of token ids. A prefix that is in the KV cache is not computed again.
 
-        prompt: several texts, or several lists of ids, are continued together: `Piece.index` has the number of a
-        piece's answer. sampling: None: the model's defaults. changes: single parameters of it, such as temperature=0.7.
-        stop: texts that end the text before them; they may name control tokens. shown: control tokens whose text is
-        part of the result. progress: called with how much of the (first) prompt is computed, before the first chunk and
-        after each one, by the thread that computes: it must not use the engine, but may `cancel`. n: answers to each
-        prompt; with a seed, answer 0 has its random numbers, answer j others that follow from the seed and j. client:
-        the caller; the scheduler is fair between clients. logprobs: log-probabilities of each token and of so many
-        alternatives (0 to 20), `Piece.logprob` and `top`; None: none. constraint: called once for each answer, returns
-        its constraint; an answer that its constraint leaves no token, or whose constraint raises, fails alone.
-        max_tokens: None: no limit but the context; 0: the prompt is computed, for the cache, and no token follows.
-        min_tokens: as long as an answer has fewer, no end token is chosen unless its constraint leaves no other.
-        stop_ids: further tokens that end an answer. include_stop: the stop text, or the token of `stop_ids`, is part of
-        the result. An answer ends at an end token, a stop text, where its constraint is complete, at `max_tokens`, a
-        full context or by `cancel`: `Stats.finish`.
+        prompt: a text, a list of ids, or several of one kind; `Piece.index` is the number of a piece's answer.
+        sampling: None for the model's defaults.
+        max_tokens: None for no limit but the context; 0 computes only the prompt, for the cache.
+        stop: texts before which an answer ends; they may contain control tokens.
+        shown: control tokens whose text is part of the result.
+        progress: called with (computed tokens, tokens to compute) of the first prompt, before its first chunk and after
+            each chunk, by the computing thread. It must not use the engine, except for `cancel`.
+        n: number of answers to each prompt. With a seed, answer 0 uses it; answer j uses one derived from it and j.
+        client: identifies the caller; the scheduler is fair between clients.
+        logprobs: None, or the number of alternatives (0 to 20): sets `Piece.logprob` and `Piece.top`.
+        constraint: called once for each answer, returns its constraint. An answer whose constraint raises an error, or
+            allows no token, fails; other answers continue.
+        min_tokens: no end token is chosen before an answer has so many, unless its constraint allows no other token.
+        stop_ids: additional tokens that end an answer.
+        include_stop: whether the stop text, or the token of `stop_ids`, is part of the result.
+        changes: single sampling parameters, such as temperature=0.7.
 
-        Raises UserError for arguments out of range and ContextFull at once, QueueFull at the first step.
+        `Stats.finish` has the reason for an answer's end: an end token, a stop text, a complete constraint,
+        `max_tokens`, a full context, or `cancel`. Raises UserError for invalid arguments and ContextFull at once,
+        QueueFull at the first `next`.
         """
         options = max_tokens, stop, shown, n, client, logprobs, constraint, min_tokens, stop_ids, include_stop
         found = Generation(self._loop, self._call(prompt, sampling, changes, *options, progress))
@@ -120,16 +125,16 @@ class TextEngine(LogitsEngine):
         progress: Callable[[PromptProgress], None] | None = None,
         **changes: Unpack[SamplingChanges],
     ) -> AsyncGeneration:
-        """`generate` for asyncio: `async for piece in engine.agenerate(..)`. A thread of the engine computes. progress:
-        called in the event loop, for each prompt when it is begun and after each chunk."""
+        """`generate` for asyncio: `async for piece in engine.agenerate(..)`. A background thread computes. progress:
+        called in the event loop, for each prompt: when it is begun, and after each chunk."""
         options = max_tokens, stop, shown, n, client, logprobs, constraint, min_tokens, stop_ids, include_stop
         found = AsyncGeneration(self._loop, self._call(prompt, sampling, changes, *options, None), progress)
         self._last = found.results
         return found
 
     def complete(self, prompt: str | Ids, **options: Unpack[CompletionOptions]) -> str:
-        """The whole continuation of one text, or of token ids, with the options and errors of `generate`; `last` has
-        its statistics. Where `cancel` ends it, as far as it is."""
+        """The whole continuation of one prompt, with the options and errors of `generate`. `last` has its statistics.
+        If `cancel` ends it, the part so far."""
         return "".join(map(str, self.generate(_single(prompt, options), **options)))
 
     async def acomplete(self, prompt: str | Ids, **options: Unpack[CompletionOptions]) -> str:
@@ -137,15 +142,15 @@ class TextEngine(LogitsEngine):
         return "".join([piece.text async for piece in self.agenerate(_single(prompt, options), **options)])
 
     async def ascore(self, ids: Ids, logprobs: int = 0, client: Hashable = None) -> list[TokenScore]:
-        """How likely each token of a prompt but the first is after those before it; logprobs: with so many of the most
-        likely ones. A thread of the engine computes. ContextFull, QueueFull, UserError."""
+        """The probability of each token of a prompt, but the first, given the tokens before it. logprobs: number of
+        alternatives to each token. A background thread computes. Raises ContextFull, QueueFull and UserError."""
         checked, count = self._check(ids, 0, images=False), check_logprobs(logprobs)
         return await computed(self._loop, checked, count or 0, client)
 
     def _call(
         self, prompt, sampling: Sampling | None, changes: SamplingChanges, *options
     ) -> Callable[[], Sequence[Answer]]:
-        """Checks the arguments. Returns what makes the answers when they are queued."""
+        """Checks the arguments. Returns a function that makes the answers, to be called when they are queued."""
         prompts = [self._check(ids, 0) for ids in self._prompts(prompt)]
         chosen = (sampling or self.sampling).changed(**changes)
         if (token := max(chosen.logit_bias, default=0)) >= self.vocab:
@@ -153,7 +158,13 @@ class TextEngine(LogitsEngine):
         call = GenerateCall(prompts, chosen, *options)
         if (token := max(call.stop_ids, default=0)) >= self.vocab:
             raise UserError(f"stop_ids has the token {token}: the vocabulary has {self.vocab}")
-        return lambda: call.answers(self.tokenizer, self.cache.longest)
+
+        def make() -> Sequence[Answer]:
+            for ids in prompts:
+                self.features.prepare(images_among(ids).values())
+            return call.answers(self.tokenizer, self.cache.longest)
+
+        return make
 
     def _prompts(self, prompt) -> list[Ids]:
         """The ids of each prompt."""
@@ -164,19 +175,19 @@ class TextEngine(LogitsEngine):
         return [prompt]
 
     def cancel(self) -> None:
-        """Ends the generations in progress after the current step: a token of each, or a chunk of a prompt. Their
-        iterators then end as if they were complete. May be called from any thread and from signal handlers."""
+        """Ends all generations after the step in progress. Their iterators then end as if they were complete. May be
+        called from any thread and from signal handlers."""
         self._loop.cancel_all()
 
 
 def _several(prompt) -> bool:
-    """Whether this is a list of prompts."""
+    """Whether `prompt` is a list of prompts."""
     listed = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0
     return listed and all(isinstance(one, (str, Sequence, np.ndarray)) for one in prompt)
 
 
 def _single(prompt: str | Ids, options: CompletionOptions) -> str | Ids:
-    """The prompt. UserError for what has several answers."""
+    """Returns the prompt. Raises UserError for several prompts, and for the option `n`."""
     if _several(prompt) or "n" in options:
         raise UserError("one text is returned, of one prompt: `generate` answers several prompts, or one several times")
     return prompt

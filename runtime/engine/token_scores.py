@@ -1,5 +1,6 @@
-"""How likely each token of a prompt is after those before it: `TokenScores`, by a scoring whose logits are reduced
-step by step, as those of a whole prompt may take gigabytes; `computed`, for asyncio."""
+"""Computes the probability of each token of a prompt given the tokens before it. `TokenScores` is a scoring that
+reduces logits to scores after each step, because the logits of a whole prompt may take gigabytes. `computed` is for
+asyncio."""
 
 import asyncio
 from collections.abc import Callable, Hashable
@@ -14,8 +15,8 @@ from mlc_amd.runtime.sampling.sampler import log_sums, most_likely, not_finite
 
 
 class TokenScore(NamedTuple):
-    """A token's natural log-probability in its place; its rank there, 1: the most likely one; the most likely tokens
-    in its place and their log-probabilities, the most likely first."""
+    """logprob: a token's natural log-probability in its place. rank: its rank among all tokens, 1 for the most likely.
+    top: (token, log-probability) of the most likely tokens in its place, the most likely first."""
 
     logprob: float
     rank: int
@@ -23,8 +24,8 @@ class TokenScore(NamedTuple):
 
 
 class TokenScores(Scoring):
-    """found: of each token but the first, once it is `done`, unless there is an `error`. ids: at least two. count: of
-    the most likely tokens. listener: called by the computing thread at the end."""
+    """ids: the prompt, at least two tokens. count: length of `TokenScore.top`. listener: called by the computing thread
+    at the end. found: the score of each token but the first, complete when it is `done` without an `error`."""
 
     def __init__(self, ids: list[int], count: int, client: Hashable, listener: Callable[[], None]) -> None:
         self.request = Request(ids[:-1], client=client, scored=0)
@@ -33,11 +34,11 @@ class TokenScores(Scoring):
         self._ids, self._count, self._listener = ids, count, listener
 
     def take(self, start: int, logits: np.ndarray) -> None:
-        del self.found[start:]  # of a step that failed
+        del self.found[start:]  # scores from a step that failed, and that is computed again
         try:
             following = self._ids[start + 1 : start + 1 + len(logits)]
             self.found += [score(row, token, self._count) for row, token in zip(logits, following, strict=True)]
-        except Exception as error:  # its own: other requests of the engine go on
+        except Exception as error:  # only this request fails; other requests continue
             self.fail(error)
         self.done = self.done or len(self.found) == len(self._ids) - 1
 
@@ -49,7 +50,8 @@ class TokenScores(Scoring):
 
 
 def score(logits: np.ndarray, token: int, count: int) -> TokenScore:
-    """Of a token in the place that these logits, float32 [vocab], predict. UserError for one that is not finite."""
+    """The score of a token. logits: float32 [vocab], those that predict its place. count: length of `TokenScore.top`.
+    Raises UserError if a logit is not finite."""
     if not np.isfinite(logits).all():
         raise not_finite()
     total = float(log_sums(logits))
@@ -59,7 +61,8 @@ def score(logits: np.ndarray, token: int, count: int) -> TokenScore:
 
 
 async def computed(loop: StepLoop, ids: list[int], count: int, client: Hashable) -> list[TokenScore]:
-    """Of each token but the first, by a background thread. QueueFull, ContextFull, UserError."""
+    """The scores of all tokens but the first, computed by a background thread. Raises QueueFull, ContextFull,
+    UserError."""
     if len(ids) < 2:
         return []
     events, ended = asyncio.get_running_loop(), asyncio.Event()

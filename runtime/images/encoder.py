@@ -1,8 +1,9 @@
 """Encodes images on the device of an artifact: pixels in, the rows of features that take the place of tokens out.
 
 Several images share a run, packed one after the other into the smallest function that holds them (layout.py). What
-depends on an image's shape only is kept for the next one of that shape. Several threads put a run's patches where the
-device takes them, and copy the features that it has made.
+depends on an image's shape only takes long for a large one: `prepare` computes it in the thread of a request, and it is
+kept as long as the image, and for the next one of that shape. Several threads put a run's patches where the device
+takes them, and copy the features that it has made.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -10,6 +11,7 @@ from concurrent.futures import Future
 from functools import lru_cache, partial
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -23,13 +25,13 @@ from mlc_amd.runtime.images.threads import begin, parts, share, wait
 
 _AT_ONCE = 4096  # patches of a run of images that are not small: with more of them activations fill no cache any more
 _PATCHES = 1024  # of which a thread puts the pixels into place: to start it takes as long as a few hundred
-_SHAPES = 16  # of which what is computed is kept: tiles of one picture have few
+_SHAPES = 16  # of which what is computed is kept without their images: tiles of one picture have few
 _TABLE, _CLASS, _BREAK, _BIAS = "v.position_embd.weight", "v.class_embd", "v.token_embd.img_break", "v.patch_embd.bias"
 
 
 class ImageEncoder:
-    """The encoder of an artifact that has one, on its open device. One thread at a time; steps of the decoder and other
-    encodings only between two pieces. UserError for an artifact without an encoder."""
+    """The encoder of an artifact that has one, on its open device. One thread at a time, but for `prepare`; steps of
+    the decoder and other encodings only between two pieces. UserError for an artifact without an encoder."""
 
     def __init__(self, artifact, device):
         vision = artifact.manifest.get("vision")
@@ -46,6 +48,7 @@ class ImageEncoder:
             name: np.array(weights[name]) for name in (_TABLE, _CLASS, _BREAK, _BIAS) if name in weights.header
         }
         self._of = lru_cache(_SHAPES)(self._shape)
+        self._prepared: WeakKeyDictionary[PreparedImage, _Shape] = WeakKeyDictionary()
         # of whose places the device has the inputs: the function's patches, and those of each image
         self._written: tuple[int, list[tuple[int, int]]] | None = None
         self._writing: list[Future] = []  # of `_memory`
@@ -70,9 +73,15 @@ class ImageEncoder:
                 yield
         return found
 
+    def prepare(self, image: PreparedImage) -> "_Shape":
+        """What encoding an image takes beside its pixels. UserError for an image that the encoder cannot take."""
+        if (found := self._prepared.get(image)) is None:
+            found = self._prepared[image] = self._of(*self._patches(image))
+        return found
+
     def rows(self, image: PreparedImage) -> int:
         """Patches that an image takes of a run, with what fills them up: `most` at most."""
-        return self._of(*self._patches(image)).of.rows
+        return self.prepare(image).of.rows
 
     def _groups(self, images: Sequence[PreparedImage], small: int, large: int) -> Iterator[list[PreparedImage]]:
         """The images, of up to so many patches at a time, but at least one. small: of images that fit the smallest
@@ -156,7 +165,7 @@ class ImageEncoder:
             yield self._features(run, found)
 
     def _packed(self, images: Sequence[PreparedImage]) -> "_Run":
-        shapes = [self._of(*self._patches(image)) for image in images]
+        shapes = [*map(self.prepare, images)]
         starts = [*accumulate((shape.of.rows for shape in shapes), initial=0)]
         size, name = next(one for one in self._functions if one[0] >= starts[-1])
         return _Run(images, shapes, starts, size, name)

@@ -17,6 +17,10 @@ LIMIT = 512 << 20  # bytes: of a model of 4096 columns with three layers of deep
 
 
 class Encoder(Protocol):
+    def prepare(self, image: PreparedImage) -> object:
+        """Computes, in any thread, what encoding an image takes beside its pixels."""
+        ...
+
     def pieces(
         self, images: Sequence[PreparedImage], busy: Callable[[], bool]
     ) -> Generator[None, None, list[np.ndarray]]:
@@ -25,7 +29,8 @@ class Encoder(Protocol):
 
 
 class Features:
-    """At most `limit` bytes, but those of the last image in any case. Used by the thread that computes steps."""
+    """At most `limit` bytes, but those of the last image in any case. Used by the thread that computes steps, but for
+    `prepare`."""
 
     def __init__(self, encoder: Encoder | None = None, limit: int = LIMIT) -> None:
         self.encoder = encoder
@@ -41,11 +46,22 @@ class Features:
         while self._bytes > self._limit and len(self._found) > 1:
             self._bytes -= self._found.popitem(last=False)[1].nbytes
 
+    def _needed(self) -> Encoder:
+        if self.encoder is None:
+            raise UserError("this model takes no images: compile it with its file of the encoder (--mmproj)")
+        return self.encoder
+
+    def prepare(self, images: Iterable[PreparedImage]) -> None:
+        """Called by the thread of a request before its images are missed: `encode` takes less long then. UserError
+        for images that the encoder cannot take, and without one."""
+        for image in images:
+            if image not in self:
+                self._needed().prepare(image)
+
     def encode(self, images: Iterable[PreparedImage], busy: Callable[[], bool] = lambda: False) -> Iterator[None]:
         """Computes, piece by piece, those of the first image that is not here, and of as many after it as may be here
         together. UserError without an encoder."""
-        if self.encoder is None:
-            raise UserError("this model takes no images: compile it with its file of the encoder (--mmproj)")
+        encoder = self._needed()
         missing, rows = list({image.key: image for image in images if image not in self}.values()), 0
         size = max((found.nbytes // len(found) for found in self._found.values()), default=0)
         for count, image in enumerate(missing):
@@ -53,7 +69,7 @@ class Features:
             if count and (not size or rows * size > self._limit // 2):
                 missing = missing[:count]
                 break
-        found = yield from self.encoder.pieces(missing, busy)
+        found = yield from encoder.pieces(missing, busy)
         for image, features in zip(missing, found, strict=True):
             self.add(image, features)
 

@@ -15,7 +15,8 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 
 PARAMETERS = {
-    "llama3-1b": 1.50e9, "llama3-8b": 8.03e9, "llama3-70b": 70.55e9, "llama2-7b": 6.74e9, "qwen3-8b": 8.19e9,
+    "llama3-1b": 1.50e9, "llama3-8b": 8.03e9, "llama3-70b": 70.55e9, "llama3-405b": 405.85e9,
+    "llama2-7b": 6.74e9, "qwen3-8b": 8.19e9,
     "qwen3-0.6b": 0.596e9, "qwen3-30b-a3b": 30.5e9, "gpt-oss-20b": 20.9e9, "gpt-oss-120b": 116.8e9,
     "gemma3-12b": 11.77e9,
     "gemma4-26b-a4b": 25.2e9, "mistral-small-24b": 23.57e9, "phi4-mini": 3.84e9, "lfm2-1.2b": 1.17e9,

@@ -1,7 +1,9 @@
 """A large image is encoded in pieces, and steps of the decoder come between them: results are the same, to the bit."""
 
+import asyncio
 import itertools
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -18,6 +20,8 @@ from mlc_amd.runtime.artifact.manifest import is_encoder
 from mlc_amd.runtime.artifact.manifest_check import ManifestFault, check
 from mlc_amd.runtime.artifact.memory import of_manifest
 from mlc_amd.runtime.engine.engine import Engine
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.images import encoder as encoder_module
 from mlc_amd.runtime.images.prepared import PreparedImage
 from mlc_amd.runtime.images.rows import Prompt
 from mlc_amd.runtime.options import CompileOptions, RunOptions
@@ -50,8 +54,8 @@ def engine(request, tmp_path_factory):
         yield engine
 
 
-def picture(seed: int) -> PreparedImage:
-    height, width = IMAGE
+def picture(seed: int, shape: tuple[int, int] = IMAGE) -> PreparedImage:
+    height, width = shape
     pixels = np.random.default_rng(seed).standard_normal((3, 8 * height, 8 * width)).astype(np.float32)
     return PreparedImage.of(pixels, height * width // 4, (height // 2, width // 2), "")
 
@@ -111,6 +115,37 @@ def test_pieces_are_submitted_together_while_nobody_waits(engine):
         assert (found == encoder.encode([image])[0]).all()
     pieces = {name: len(cut) for name, cut in encoder._cut.items()}
     assert waits == [-(-pieces["image_1024"] // pieces["image_256"]) - 1, pieces["image_1024"]]
+
+
+def test_what_depends_on_the_shape_of_an_image_is_computed_by_the_thread_of_its_request(engine, monkeypatch):
+    """Not by the one that computes steps, also where the images of more shapes wait than are kept without images."""
+    threads, of_steps, encoder = [], [], engine.features.encoder
+    images = [picture(number, (2 * number, 12)) for number in range(1, encoder_module._SHAPES + 3)]
+    compute, pieces = encoder_module.layout, encoder.pieces
+
+    def layout(*arguments):
+        threads.append(threading.current_thread())
+        return compute(*arguments)
+
+    def observed(*arguments):
+        of_steps.append(threading.current_thread())
+        return pieces(*arguments)
+
+    async def answers():
+        async for _ in engine.agenerate([Prompt.of([IDS, image]) for image in images], max_tokens=1):
+            pass
+
+    monkeypatch.setattr(encoder_module, "layout", layout)
+    monkeypatch.setattr(encoder, "pieces", observed)
+    asyncio.run(answers())
+    assert len(threads) == len(images) and of_steps and not {*threads} & {*of_steps}
+
+
+def test_images_that_the_encoder_cannot_take_are_refused_before_there_are_answers(engine):
+    generation = engine.generate(Prompt.of([IDS, picture(5, (3, 4))]))
+    with pytest.raises(UserError, match="squares of 16"):
+        next(generation)
+    assert not generation.answers
 
 
 def test_tokens_come_between_pieces(engine, monkeypatch):

@@ -51,6 +51,9 @@ class Encoder:
         self.known[made.key] = features
         return made
 
+    def prepare(self, image):
+        pass
+
     def pieces(self, images, busy):
         for image in images:
             self.encoded.append(image.key)

@@ -3,10 +3,13 @@
 import ast
 import functools
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from mlc_amd.compiler import nodes
 
 REPO = Path(__file__).resolve().parents[2]
 # Package -> what of mlc_amd its modules may import. The longest name that a module's begins with counts.
@@ -119,6 +122,11 @@ def test_what_is_allowed_is_not_found():
         ("tools.tune", "from mlc_amd.compiler import plan\nfrom mlc_amd.schedules import x"),
     ):
         assert not forbidden(module, imported(source))
+
+
+def test_tvm_is_imported_without_what_nothing_uses():
+    assert nodes.tvm.backend is sys.modules["tvm.backend"]
+    assert "tvm.backend.vulkan" not in sys.modules and sys.modules["tvm.runtime.disco"] is None
 
 
 # ---- circles

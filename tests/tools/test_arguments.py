@@ -1,6 +1,8 @@
 """Command lines: what is understood, llama.cpp's names of flags, and mistakes in one line."""
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import arguments, cli, familiar
@@ -110,11 +112,31 @@ def test_mistakes_are_one_line(capsys, tokens, message):
             "was made for 2048: give smaller -d, -p or -n",
         ),
         (("bench", "--synthetic", "tiny:q4_0", "-p", "512", "--ctx", "128"), "give --ctx 512 or more"),
+        (("generate", "-p", "x", "--target", "cpu", "--tensor-split", "3,1"), "target 'cpu', which has no GPUs"),
+        (("selftest", "--target", "cpu", "--devices", "0,1"), "target 'cpu', which has no GPUs"),
+        (("chat", "-p", "x", "--target", "cpu", "--device", "1"), "target 'cpu', not '1'"),
+        (
+            ("bench", "--synthetic", "tiny:q4_0", "--target", "cpu", "--device", "vulkan"),
+            "target vulkan",
+        ),
+        (("chat", "-p", "x", "--target", "cpu", "--image", __file__), "test_arguments.py is no picture"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(capsys, tokens, message):
     assert cli.main(tokens) == 1
     assert_one_line(capsys, message)
+
+
+@pytest.mark.parametrize("verb", ["chat -p x", "generate -p x", "embed -o x.npz", "perplexity --ids {ids}"])
+def test_pictures_are_read_before_a_model_is_compiled(capsys, tmp_path, verb):
+    damaged, whole, ids = tmp_path / "damaged.png", tmp_path / "whole.png", tmp_path / "ids.npz"
+    Image.effect_noise((64, 64), 50).save(whole)
+    damaged.write_bytes(whole.read_bytes()[:-1000])
+    np.savez(ids, ids=np.array([1, -1, 2]))
+    for image, message in ((damaged, "damaged.png is damaged"), (whole, "comes without an image encoder")):
+        tokens = (*verb.format(ids=ids).split(), "--target", "cpu", "--image", str(image))
+        assert cli.main(tokens) == 1
+        assert_one_line(capsys, message)
 
 
 def assert_one_line(capsys, message: str) -> None:

@@ -69,19 +69,33 @@ def decoding(artifact: Artifact, names=("decode", "step_8")) -> Artifact:
     return artifact
 
 
+def _recording(monkeypatch) -> list:
+    """The devices that backends are opened for from now on."""
+    found, opens = [], VulkanBackend.__init__
+
+    def record(self, device, candidate):
+        found.append(device)
+        opens(self, device, candidate)
+
+    monkeypatch.setattr(VulkanBackend, "__init__", record)
+    return found
+
+
 def wrong(artifact: Artifact, runs: int = 0) -> dict[str, str]:
     found = selftest_kernels.check_all(artifact, PROFILE, None, runs)
     return {one["kernel"]: one["problem"] for one in found if one["problem"]}
 
 
-def test_passes_and_writes_its_file(compiled_for, tmp_path, capsys):
+def test_passes_and_writes_its_file(compiled_for, tmp_path, monkeypatch, capsys):
     gpu("llvmpipe")
+    opened = _recording(monkeypatch)
     artifact = compiled_for("vulkan", "lavapipe", "tiny:q4_0", 128, few=True)
     out = tmp_path / "found.json"
     assert cli.main(["selftest", str(artifact), "--runs", "2", "--seconds", "0", "-o", str(out)]) == 0
     shown, found = capsys.readouterr().out, json.loads(out.read_text())
     manifest = json.loads((artifact / "manifest.json").read_text())
     assert [one["kernel"] for one in found["kernels"]] == [entry["name"] for entry in manifest["kernels"]]
+    assert opened == [str(found["device"]["index"])]  # kernels alone run on a GPU of the model's
     assert found["passed"] and found["problems"] == [] and all(entry["name"] in shown for entry in manifest["kernels"])
     assert found["device"]["kind"] == "vulkan" and "Mesa" in found["device"]["driver"]
     joins = [join for one in found["kernels"] for join in one.get("joins", ())]

@@ -32,7 +32,8 @@ def run(
     """
     text, wanted = texts.given(prompt, file), AnswerGrammar(grammar)
     pictures = texts.pictures(image)
-    with models.load_engine(load) as engine:  # what is to be written of the cache is written at the end
+    # what is to be written of the cache is written at the end
+    with models.load_engine(load, sees=bool(pictures)) as engine:
         from mlc_amd.tools.terminal import session as sessions
 
         conversation = engine.conversation(system, None, options.on_full, options.thinking, **sampling)

@@ -33,13 +33,13 @@ def run(
     <|im_start|>, are parsed. A newline at the end of stdin or of a file is no part of it. Images come before the text,
     or in the places of <image>, if it has that once for each.
     """
+    if suffix and image:
+        raise UsageError("give --image or --suffix, not both")
     text, wanted = texts.required(prompt, file), AnswerGrammar(grammar)
     pictures = texts.pictures(image)
-    engine = models.load_engine(load)
+    engine = models.load_engine(load, sees=bool(pictures))
     from mlc_amd.runtime.engine.generation import ContextFull
 
-    if suffix and pictures:
-        raise UsageError("give --image or --suffix, not both")
     given = engine.fill.prompt(text, suffix) if suffix else engine.images.prompt(text, pictures)
     try:
         with Monitor(engine) as monitor, wanted.of(engine) as constrain:

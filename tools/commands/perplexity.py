@@ -7,12 +7,13 @@ from dataclasses import replace
 from functools import partial
 from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.images.pictures import decode, picture_bytes
 from mlc_amd.runtime.images.rows import Prompt
 from mlc_amd.runtime.options import MANY, LoadOptions, Option
 from mlc_amd.runtime.sampling.sampler import log_sums
@@ -21,6 +22,9 @@ from mlc_amd.tools.hub import models
 from mlc_amd.tools.options import Json, Without
 from mlc_amd.tools.terminal import display
 from mlc_amd.tools.terminal.texts import read_text
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 _CHUNK = 256  # tokens scored at a time: their logits are [_CHUNK, vocab] float32
 
@@ -58,9 +62,10 @@ def run(
         raise UsageError("give either --text FILE or --ids FILE.npz")
     read = read_text(text) if text is not None else None
     given = _read_ids(Path(ids).expanduser()) if ids is not None else np.empty(0, np.int64)
-    engine = models.load_engine(replace(load, model=model))
+    seen = None if image is None else decode(picture_bytes(image), f"the image {image}")
+    engine = models.load_engine(replace(load, model=model), sees=seen is not None)
     sequence = given if read is None else np.asarray(engine.tokenizer.encode(read), dtype=np.int64)
-    prompt = Prompt(sequence.tolist()) if image is None else _with_image(engine, sequence, Path(image).expanduser())
+    prompt = Prompt(sequence.tolist()) if seen is None else _with_image(engine, sequence, seen)
     sequence = np.array(prompt, np.int64)
     count = len(sequence) if image else _count(len(sequence), tokens, engine.cache.longest)
     sequence = sequence[:count]
@@ -104,18 +109,17 @@ def _scores(engine: Engine, prompt: Prompt, count: int) -> Iterator[tuple[int, n
         first = end
 
 
-def _with_image(engine: Engine, ids: np.ndarray, path: Path) -> Prompt:
+def _with_image(engine: Engine, ids: np.ndarray, picture: "Image") -> Prompt:
     """The ids with the picture's marks and rows in the place of each -1."""
-    from mlc_amd.runtime.images.pictures import decode, picture_bytes  # they need Pillow
-    from mlc_amd.runtime.images.projectors import Preparation
+    from mlc_amd.runtime.images.projectors import Preparation  # it needs Pillow
 
     if "vision" not in engine.artifact.manifest:
         raise UserError("the model takes no images: it was compiled without an encoder, see --mmproj")
     encode = partial(engine.tokenizer.encode, add_special=False)
-    parts = Preparation(engine.artifact.manifest["vision"]).pieces(decode(picture_bytes(path), str(path)))
-    picture = [encode(Traced.all_own(part)) if isinstance(part, str) else part for part in parts]
+    parts = Preparation(engine.artifact.manifest["vision"]).pieces(picture)
+    rows = [encode(Traced.all_own(part)) if isinstance(part, str) else part for part in parts]
     texts = [part[part >= 0].tolist() for part in np.split(ids, np.flatnonzero(ids == -1))]
-    return Prompt.of([*texts[0:1], *(piece for text in texts[1:] for piece in (*picture, text))])
+    return Prompt.of([*texts[0:1], *(piece for text in texts[1:] for piece in (*rows, text))])
 
 
 def negative_log_likelihoods(logits: np.ndarray, following: np.ndarray) -> np.ndarray:

@@ -65,7 +65,7 @@ def run(
         raise UserError(f"{out.parent}: no such folder for --output")
     engine = models.load_any(load)
     display.message(f"on {engine.device.name}")
-    found = measure(engine, load.device, runs, whole_model, seconds)
+    found = measure(engine, runs, whole_model, seconds)
     print(text(found), end="")
     if out:
         temporary = out.with_name(f".{out.name}.tmp")
@@ -77,8 +77,8 @@ def run(
         raise UserError(f"{engine.device.name} does not pass: {problems[0]}{more}")
 
 
-def measure(engine: Engine | Encoder, device: str | None, runs: int, whole_model: bool, seconds: float) -> dict:
-    """Everything that the file holds. Closes the engine. device: which GPU, as for `open_device`."""
+def measure(engine: Engine | Encoder, runs: int, whole_model: bool, seconds: float) -> dict:
+    """Everything that the file holds. Closes the engine. Of several GPUs the first runs the kernels alone."""
     artifact, used, budget = engine.artifact, engine.device, Budget(seconds)
     facts = about_device(used)
     replayed, timed = ROUNDS.get(facts["type"], GPU_ROUNDS)
@@ -103,7 +103,7 @@ def measure(engine: Engine | Encoder, device: str | None, runs: int, whole_model
         }
     where = bounds.code_arch(used, artifact.manifest)
     engine.close()  # its memory is for the kernels now
-    asked = str(used.threads) if used.kind == "cpu" else device
+    asked = str(facts["threads" if used.kind == "cpu" else "index"])
     count, kernels = len(artifact.manifest["kernels"]), []
 
     def doing(name: str) -> None:

@@ -23,6 +23,7 @@ from mlc_amd.runtime.artifact.artifact import CannotWrite, source_id
 from mlc_amd.runtime.artifact.manifest import MANIFEST
 from mlc_amd.runtime.artifact.memory import CONTEXT_STEP
 from mlc_amd.runtime.cache.kv_pool import KvSize
+from mlc_amd.runtime.devices import opening
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.options import CompileOptions, LoadOptions, RopeOptions
 from mlc_amd.tools import target as targets
@@ -201,16 +202,20 @@ def source_path(model: str | os.PathLike[str] | None, synthetic: str | None, enc
     return None if synthetic else find(model, encoder) if model else default_model()
 
 
-def artifact_path(options: LoadOptions, synthetic: str | None = None) -> Path:
+def artifact_path(options: LoadOptions, synthetic: str | None = None, sees: bool = False) -> Path:
     """The folder of the options' model (None: the demo) or of the `synthetic` one of that spec, compiled into the cache
-    if necessary. UserError for an artifact that was compiled with other options."""
+    if necessary. UserError for an artifact that was compiled with other options; before anything is compiled for GPUs
+    of a target without, and, if the model `sees`, for a file without an image encoder."""
     path = source_path(options.model, synthetic, not options.no_mmproj)
     if path and is_artifact(path):
         _check_compiled(path, options)
         return path
     check_compiler(synthetic or path)
     resolved = options.resolved(*targets.resolve(options.target, options.arch, options.device))
+    opening.placement(resolved.target, options.device, options.devices, options.tensor_split)
     resolved = _with_encoder(path, resolved)
+    if sees and resolved.mmproj is None:
+        raise UserError(f"{synthetic or path} comes without an image encoder; give its file with --mmproj FILE")
     recipe = Recipe(path=path and str(path), synthetic=synthetic, **asdict(resolved))
     if out := model_cache.find(recipe):
         return out
@@ -230,16 +235,11 @@ def artifact_path(options: LoadOptions, synthetic: str | None = None) -> Path:
     return recipe.folder
 
 
-def seeing_artifact_path(options: LoadOptions) -> Path:
-    """The same of a model with an image encoder. UserError for one without, before anything is compiled."""
-    path = source_path(options.model, None, not options.no_mmproj)
-    if path and not is_artifact(path) and encoders.choose(path, options) is None:
-        raise UserError(f"{path} comes without an image encoder; give its file with --mmproj FILE")
-    return artifact_path(options)
-
-
-def load_engine(options: LoadOptions, synthetic: str | None = None, kv: KvSize | None = None) -> Engine:
-    """An Engine for the options' model, or for the `synthetic` one of that spec. kv: as of `Engine.load`."""
+def load_engine(
+    options: LoadOptions, synthetic: str | None = None, kv: KvSize | None = None, sees: bool = False
+) -> Engine:
+    """An Engine for the options' model, or for the `synthetic` one of that spec. kv: as of `Engine.load`; sees: it is
+    for images."""
     _check_sizes(options)
     from mlc_amd.runtime.engine.engine import Engine
     from mlc_amd.runtime.speculation.draft_model import LOOKUP, OWN
@@ -248,7 +248,7 @@ def load_engine(options: LoadOptions, synthetic: str | None = None, kv: KvSize |
         options = replace(options, draft=None, drafter=str(file))
     if options.drafter and options.draft is None:
         options = replace(options, draft=OWN)
-    path = artifact_path(options, synthetic)
+    path = artifact_path(options, synthetic, sees)
     if options.draft not in (None, LOOKUP, OWN):
         draft = replace(options, model=options.draft, mmproj=None, no_mmproj=True)
         options = replace(options, draft=artifact_path(draft))

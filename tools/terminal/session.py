@@ -10,12 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from mlc_amd.runtime.engine.chat import Conversation
 from mlc_amd.runtime.engine.generation import ContextFull
 from mlc_amd.runtime.errors import UserError, shorten
-from mlc_amd.runtime.images.pictures import picture_bytes
 from mlc_amd.runtime.text.messages import Content
 from mlc_amd.runtime.text.reasoning import AnswerPart
 from mlc_amd.tools import interrupts
 from mlc_amd.tools.options import ChatOptions
-from mlc_amd.tools.terminal import display, settings, terminal
+from mlc_amd.tools.terminal import display, settings, terminal, texts
 from mlc_amd.tools.terminal.line_editor import KEYS, complete, dropped, line_editor, unwrap
 from mlc_amd.tools.terminal.monitor import Monitor
 
@@ -180,11 +179,11 @@ class Session:
         text, self._open = self.conversation.undo(), None
         if text is None:
             raise UserError("there is nothing to take back: no message yet")
-        texts = [part["text"] for part in text if "text" in part] if isinstance(text, list) else [text]
-        display.message(f"(taken back: {shorten(''.join(texts))})")
+        parts = [part["text"] for part in text if "text" in part] if isinstance(text, list) else [text]
+        display.message(f"(taken back: {shorten(''.join(parts))})")
 
     def _image(self, path: str) -> None:
-        self.add_images([picture_bytes(path)])
+        self.add_images([texts.picture(path)])
         display.message(f"(image {path}: part of the next message)")
 
     def _reset(self, _: str) -> None:

@@ -1,4 +1,4 @@
-"""Texts that commands read: from arguments, UTF-8 files and stdin."""
+"""Texts and pictures that commands read: from arguments, files and stdin."""
 
 import io
 import sys
@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TextIO
 
 from mlc_amd.runtime.errors import UsageError, UserError
-from mlc_amd.runtime.images.pictures import picture_bytes
+from mlc_amd.runtime.extras import installed
+from mlc_amd.runtime.images.pictures import decode, picture_bytes
 from mlc_amd.tools.terminal import terminal
 
 
@@ -37,9 +38,17 @@ def given(prompt: str | None, file: str | None) -> str | None:
     return prompt if file is None else read_text(file).removesuffix("\n")
 
 
+def picture(path: str) -> bytes:
+    """The content of a picture's file. UserError with its name for one that is damaged, before a model is loaded."""
+    content = picture_bytes(path)
+    if installed("PIL"):  # else the model's engine says what to do
+        decode(content, f"the image {path}")
+    return content
+
+
 def pictures(paths: Sequence[str]) -> list[bytes]:
     """The files of the flag --image."""
-    return [picture_bytes(path) for path in paths]
+    return [picture(path) for path in paths]
 
 
 def required(prompt: str | None, file: str | None) -> str:

@@ -1,8 +1,9 @@
-"""Whether GPUs get each other's words while kernels run, and how long a round takes: thousands of rounds of the
-exchange kernel (schedules/gpu/exchange) whose sums tell whether every word was right.
+"""Tests whether GPUs receive each other's words while kernels run, and measures the duration of a round. It runs
+thousands of rounds of the exchange kernel (schedules/gpu/exchange) and compares the final sums with exact ones.
 
-Parts are whole numbers, the residual of a round is the sum of the one before, so a single wrong word shows in the end.
-Parts repeat after FRAMES rounds, and slots after two: an old word is a wrong one.
+The residual of a round is the sum of the round before, so one wrong word changes the final sum. Parts are whole
+numbers, so that sums are exact. Parts repeat after FRAMES = 5 rounds, but slots after two: an old word that is still in
+its slot differs from the expected one.
 """
 
 import math
@@ -15,14 +16,15 @@ import numpy as np
 from mlc_amd.runtime.devices.exchange.unsuitable import Unsuitable
 from mlc_amd.runtime.exchange_layout import PROBE
 
-FRAMES = 5  # parts of each rank
-AT_ONCE = 160  # rounds at once, about those of a step; even, as sums alternate between two buffers
-LARGEST = 100  # of a part's numbers; all sums of float32 are exact below 2**24
+FRAMES = 5  # different parts of each rank
+AT_ONCE = 160  # rounds that are started together, about those of a step; even, as sums alternate between two buffers
+LARGEST = 100  # largest absolute value in a part; float32 sums of whole numbers are exact below 2**24
 
 
 class Kernel(NamedTuple):
-    """The kernel of `values`, with a residual. code: what the API has of it; args: of its parameters (state, X, R, Y,
-    P, Inbox, Outbox0.., Control) the numbers of those that the code has, in its order."""
+    """The exchange kernel of `values` values, with a residual. code: the kernel in the API's form. Its parameters are
+    numbered in the order state, X, R, Y, P, Inbox, Outbox0, .., Control. args: the numbers of the parameters that the
+    code takes, in the order in which it takes them."""
 
     code: Any
     grid: tuple[int, ...]
@@ -32,7 +34,8 @@ class Kernel(NamedTuple):
 
 
 class CheckedGpu(Protocol):
-    """A GPU of a check. begin: starts AT_ONCE rounds; wait: for their end; sums: float32 [values], the last."""
+    """A GPU of a check. begin: starts AT_ONCE rounds. wait: waits for their end. sums: the sums of the last round,
+    float32 [values]."""
 
     name: str
 
@@ -42,27 +45,27 @@ class CheckedGpu(Protocol):
 
 
 def probe(artifact, arch: str) -> tuple[dict, int]:
-    """(The launch of the artifact's kernel for a check, how many values it exchanges.)"""
+    """(launch, values): the manifest's launch of the check's kernel, and the number of values that it exchanges."""
     (step,) = artifact.manifest["launches"][arch][PROBE]["steps"]
     return step, 4 * artifact.manifest["exchange"]["words"][PROBE]
 
 
 def one_arch(archs: Sequence[str]) -> str:
-    """Of all GPUs. Unsuitable if they run different code, whose workgroups may differ."""
+    """The arch that all GPUs have. Raises Unsuitable if archs differ: their kernels may have other workgroups."""
     if len(set(archs)) > 1:
         raise Unsuitable("GPUs of different kinds")
     return archs[0]
 
 
 def parts(gpus: int, values: int) -> np.ndarray:
-    """float32 [gpus, FRAMES, values]: what each GPU adds, in turn."""
+    """float32 [gpus, FRAMES, values]: the part of each GPU in round i is frame i % FRAMES."""
     numbers = np.random.default_rng(1).integers(-LARGEST, LARGEST, (gpus, FRAMES, values), endpoint=True)
     return numbers.astype(np.float32)
 
 
 def arguments(kernel: Kernel, frames: int, sums: int, boxes: Sequence[int]) -> Iterator[list[int]]:
-    """The addresses that the code's parameters get in each of AT_ONCE launches. frames, sums: of a GPU's parts, and of
-    two buffers of sums, of which the first one has them before and afterwards."""
+    """The addresses of the kernel's arguments in each of AT_ONCE launches. frames: address of a GPU's parts. sums:
+    address of two buffers of sums; the first one has the sums before the first launch and after the last."""
     nbytes = kernel.values * 4
     for i in range(AT_ONCE):
         before, after = (sums + (i + j) % 2 * nbytes for j in (0, 1))
@@ -71,8 +74,9 @@ def arguments(kernel: Kernel, frames: int, sums: int, boxes: Sequence[int]) -> I
 
 
 def check(gpus: Sequence[CheckedGpu], boxes, values: int, rounds: int) -> float:
-    """Seconds of a round, at best, launches included. gpus: by rank; boxes: the transport between them, which no kernel
-    uses yet; rounds: at least so many. Unsuitable when words are wrong or do not come."""
+    """Runs at least `rounds` rounds. Returns the seconds of a round, launches included, the minimum of several runs.
+    gpus: in the order of ranks. boxes: the transport between them, which no kernel uses yet. Raises Unsuitable if words
+    are wrong or do not arrive."""
     repeats = -(-rounds // AT_ONCE)
     assert repeats * AT_ONCE * LARGEST * len(gpus) < 1 << 24, "sums would not be exact"
     uses = np.bincount(np.arange(AT_ONCE) % FRAMES, minlength=FRAMES) * repeats

@@ -1,4 +1,4 @@
-"""A check (check.py) of AMD GPUs through HIP."""
+"""The check (check.py) for AMD GPUs, through HIP."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,7 +15,8 @@ from mlc_amd.runtime.devices.hip.launches import enqueue, prepare
 
 
 class CheckedHipGpu:
-    """kernel.code: HIP's function; gpu: its number; parts: of this rank. What it has lives until `held` closes."""
+    """See `CheckedGpu`. held: owns the GPU's memory and stream. gpu: HIP's number of it. kernel.code: HIP's function.
+    parts: this rank's, float32 [FRAMES, values]."""
 
     def __init__(
         self, hip: Hip, held: ExitStack, gpu: int, boxes: PeerBoxes, rank: int, kernel: Kernel, parts: np.ndarray
@@ -32,7 +33,7 @@ class CheckedHipGpu:
         for addresses in arguments(kernel, frames, self._sums, boxes.arguments(rank)):
             step = {"grid": kernel.grid, "block": kernel.block, "args": range(len(addresses))}
             self._launches.append(prepare("exchange", kernel.code, step, addresses))
-        held.callback(boxes.settle)  # a check that fails leaves kernels that still wait
+        held.callback(boxes.settle)  # after a failed check kernels may still be waiting for words
 
     def begin(self) -> None:
         self._hip("hipSetDevice", self._gpu)
@@ -51,7 +52,7 @@ class CheckedHipGpu:
 
 
 def seconds_of_round(artifact, gpus: Sequence[int], rounds: int) -> float:
-    """See `check`; gpus: their numbers."""
+    """See `check`. gpus: HIP's numbers of the GPUs, in the order of ranks."""
     hip, libraries = Hip(api.open_bindings()), artifact.manifest["libraries"]
     chosen = [choose(hip, libraries, str(gpu)) for gpu in gpus]
     arch = one_arch([code for _, code in chosen])
@@ -65,7 +66,7 @@ def seconds_of_round(artifact, gpus: Sequence[int], rounds: int) -> float:
             for rank, (gpu, _) in enumerate(chosen):
                 hip("hipSetDevice", gpu.index)
                 code, functions = code_objects.load(hip, held, file, [step], (arch, gpu.arch))
-                loaded.append(code)  # HIP may read it
+                loaded.append(code)  # kept: HIP may read it later
                 kernel = Kernel(functions[step["symbol"]], step["grid"], step["block"], step["args"], values)
                 ranks.append(CheckedHipGpu(hip, held, gpu.index, boxes, rank, kernel, given[rank]))
             return check(ranks, boxes, values, rounds)

@@ -1,4 +1,4 @@
-"""A check (check.py) of Vulkan GPUs."""
+"""The check (check.py) for Vulkan GPUs."""
 
 import ctypes
 from collections.abc import Sequence
@@ -18,7 +18,8 @@ from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines
 
 
 class CheckedVulkanGpu:
-    """kernel.code: SPIR-V; parts: of this rank; push, subgroup: as of `Pipelines`."""
+    """See `CheckedGpu`. kernel.code: SPIR-V. parts: this rank's, float32 [FRAMES, values]. push, subgroup: see
+    `Pipelines`."""
 
     def __init__(
         self,
@@ -39,12 +40,13 @@ class CheckedVulkanGpu:
         pipeline = builder.build({"exchange": (kernel.code, kernel.block)})["exchange"]
         recorder = CommandRecorder(context, builder.layout)
         recorder.begin()
-        written = ((self._sums.address, self._sums.address + self._sums.nbytes, True),)  # so one waits for another
+        # Every launch writes the sums, so the recorder puts a barrier between two launches.
+        written = ((self._sums.address, self._sums.address + self._sums.nbytes, True),)
         for addresses in arguments(kernel, frames.address, self._sums.address, boxes.arguments(rank)):
             values = (ctypes.c_uint64 * len(addresses))(*addresses)
             recorder.launch(VulkanLaunch("exchange", pipeline, kernel.grid, values, written))
         self._submission = recorder.end()
-        context.idle_first()  # a check that fails leaves kernels that still wait
+        context.idle_first()  # after a failed check kernels may still be waiting for words
 
     def begin(self) -> None:
         self.context.submit(self._submission)
@@ -57,7 +59,7 @@ class CheckedVulkanGpu:
 
 
 def seconds_of_round(artifact, gpus: Sequence[int], rounds: int) -> float:
-    """See `check`; gpus: their numbers."""
+    """See `check`. gpus: the numbers of the GPUs, in the order of ranks."""
     try:
         with ExitStack() as held:
             return _checked(artifact, gpus, rounds, held)

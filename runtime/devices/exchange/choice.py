@@ -1,5 +1,5 @@
-"""Whether GPUs that share a model exchange parts while kernels run, or through copies between segments of a step; and
-what they exchange them through."""
+"""Decides whether the GPUs of a model exchange parts of a sum while kernels run, or by copies between the segments of a
+step; makes the transport for the former."""
 
 import logging
 from collections.abc import Sequence
@@ -10,14 +10,15 @@ from mlc_amd.runtime.devices.exchange.hip import PeerBoxes
 from mlc_amd.runtime.devices.exchange.unsuitable import Unsuitable
 from mlc_amd.runtime.devices.exchange.vulkan import RelayedBoxes
 
-ROUNDS = 4096  # of the check
+ROUNDS = 4096  # rounds of the check
 _CHECKS = {"rocm": check_hip.seconds_of_round, "vulkan": check_vulkan.seconds_of_round}
 
 log = logging.getLogger("mlc_amd")
 
 
 def exchanges_inline(artifact, gpus: Sequence[int]) -> bool:
-    """Of a part of the artifact on each of these GPUs, by number. Says in a line what was found."""
+    """Whether these GPUs, each with a part of the artifact, can exchange while kernels run. Runs the check on them, and
+    logs its result. gpus: their numbers, in the order of ranks."""
     if "exchange" not in artifact.manifest:
         return False
     try:
@@ -30,7 +31,8 @@ def exchanges_inline(artifact, gpus: Sequence[int]) -> bool:
 
 
 def boxes_between(artifact, devices: Sequence[Any]) -> PeerBoxes | RelayedBoxes:
-    """The transport between open devices, in the order of ranks. Unsuitable without memory for it."""
+    """The transport between open devices, which are in the order of ranks. Raises Unsuitable if the memory of the boxes
+    cannot be allocated."""
     exchange = artifact.manifest["exchange"]
     if "relay" in exchange:
         memories = [device.memory for device in devices]

@@ -1,4 +1,6 @@
-"""Boxes of AMD GPUs that write to each other's memory: a kernel stores its words into the others' inboxes."""
+"""The transport between AMD GPUs through HIP. Each inbox is in its GPU's memory, and a kernel stores its words directly
+into the other GPUs' inboxes (peer access). There is no relay, and there are no outboxes of their own: a rank's
+"outbox" for another rank is its pair of slots in that rank's inbox."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,8 +15,9 @@ ENABLED = "hipErrorPeerAccessAlreadyEnabled"
 
 
 class PeerBoxes:
-    """A transport (see the package's docstring) between the GPUs of these numbers, in the order of ranks, for kernels
-    with `peers`. capacity: words of a slot. Unsuitable where a GPU cannot write to another's memory."""
+    """A transport (see the package's docstring) for kernels that were compiled with `peers`. gpus: HIP's numbers of the
+    GPUs, in the order of ranks. capacity: words in a slot. Raises Unsuitable if a GPU cannot write to the memory of
+    another one."""
 
     def __init__(self, hip: Hip, gpus: Sequence[int], capacity: int):
         self._hip, self._gpus, self._held = hip, gpus, ExitStack()
@@ -23,7 +26,7 @@ class PeerBoxes:
         try:
             for gpu in gpus:
                 self._reach(gpu)
-            # Fine-grained: what others write is seen while a kernel runs.
+            # Fine-grained memory: a running kernel sees what other GPUs write.
             flags = hip.names.hipDeviceMallocFinegrained
             self._inboxes = [self._own(gpu, "hipExtMallocWithFlags", self._inbox_bytes, flags) for gpu in gpus]
             self._controls = [self._own(gpu, "hipMalloc", CONTROL * 4) for gpu in gpus]
@@ -37,7 +40,7 @@ class PeerBoxes:
             raise
 
     def _reach(self, gpu: int) -> None:
-        """Lets a GPU access the memory of the others."""
+        """Enables access of a GPU to the memory of the other GPUs."""
         hip = self._hip
         for other in self._gpus:
             if other == gpu:
@@ -61,7 +64,7 @@ class PeerBoxes:
         return [self._inboxes[rank], *outboxes, self._controls[rank]]
 
     def begin(self, rounds: int, words: int) -> None:
-        """Nothing is to be moved."""
+        """Does nothing: kernels send their words themselves."""
 
     def failed(self) -> list[int]:
         return [rank for rank in range(len(self._gpus)) if self._control(rank)[FAILED]]
@@ -78,7 +81,7 @@ class PeerBoxes:
         self._held.close()
 
     def settle(self) -> None:
-        """Waits for kernels that use the boxes; errors of these are known."""
+        """Waits for kernels that use the boxes. Ignores HIP's errors: earlier calls have reported them."""
         for gpu in self._gpus:
             self._hip.names.hipSetDevice(gpu)
             self._hip.names.hipDeviceSynchronize()

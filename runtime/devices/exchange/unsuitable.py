@@ -1,5 +1,5 @@
-"""The exception for GPUs that cannot exchange data while kernels run; slower ways remain."""
+"""The exception for GPUs that cannot exchange words while kernels run. Callers then exchange between kernels."""
 
 
 class Unsuitable(Exception):
-    """The message says why."""
+    """The message is the reason."""

@@ -1,5 +1,6 @@
-"""Boxes of Vulkan GPUs: a GPU polls its inbox in its own memory, which the host writes through the bus (the BAR), and
-writes its outbox in cached host memory, which the relay polls."""
+"""The transport between Vulkan GPUs. A kernel writes its words to its outbox, in cached host memory, which the relay
+polls. The relay copies them to the inboxes of the other GPUs. An inbox is in its GPU's own memory, which the host
+writes through the PCIe BAR and the GPU's kernels poll."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +14,12 @@ from mlc_amd.runtime.exchange_layout import CONTROL, DONE, EMPTY, FAILED, RANK, 
 
 
 class RelayedBoxes:
-    """A transport (see the package's docstring) between the GPUs of these memories, in the order of ranks. capacity:
-    words of a slot; code: file of the relay's machine code; threads: as of `Relay`. Unsuitable without memory for it;
-    `check.py` tells whether it works."""
+    """A transport (see the package's docstring). memories: of the GPUs, in the order of ranks. capacity: words in a
+    slot.
+    code: file with the relay's machine code. threads: see `Relay`.
+
+    Raises Unsuitable if this host cannot run the relay, or if a GPU has no memory of these kinds. That words arrive in
+    time is only tested by check.py."""
 
     def __init__(self, memories: Sequence[VulkanMemory], capacity: int, code: Path, threads: int | None = None):
         if not runs_here():
@@ -23,11 +27,11 @@ class RelayedBoxes:
         boxes = inbox_words(len(memories), capacity) * WORD, outbox_words(capacity) * WORD
         self._inboxes = [_block(memory, boxes[0], "inbox") for memory in memories]
         self._outboxes = [_block(memory, boxes[1], "outbox") for memory in memories]
-        # the GPU's own memory: it counts there; the host reads one word of it after a step
+        # In the GPU's own memory, as its kernels count rounds there; the host reads only FAILED, after a step.
         self._controls = [_block(memory, CONTROL * 4, "inbox") for memory in memories]
         outboxes, inboxes = ([block.mapped for block in blocks] for blocks in (self._outboxes, self._inboxes))
         self._relay = Relay(RelayCode(code), outboxes, inboxes, capacity, threads)
-        for memory in memories:  # a GPU that fails closes alone, and no thread may use its boxes then
+        for memory in memories:  # after an error a GPU is closed before the others: the relay must stop before that
             memory.context.held.callback(self._relay.close)
         self._clear()
 

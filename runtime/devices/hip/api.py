@@ -1,5 +1,6 @@
-"""AMD's HIP runtime: `open_bindings()` returns rocm.bindings.hip of AMD's package rocm-bindings-hip, which opens
-libamdhip64.so at its first call. `Hip(bindings)` calls its functions and raises HipError."""
+"""Access to AMD's HIP runtime. `open_bindings()` returns the module rocm.bindings.hip of AMD's package
+rocm-bindings-hip, which opens libamdhip64.so at its first call. `Hip(bindings)` calls its functions, and raises
+HipError for errors."""
 
 import ctypes.util
 import importlib
@@ -10,13 +11,13 @@ from typing import Any
 from mlc_amd.runtime import extras
 from mlc_amd.runtime.errors import UserError
 
-OLDEST_RUNTIME = (6, 0)  # HIP version with hipGetDevicePropertiesR0600, the layout of properties that the bindings read
+OLDEST_RUNTIME = (6, 0)  # the first HIP version with hipGetDevicePropertiesR0600, which the bindings use
 INSTALL = (
     "install ROCm's HIP runtime, {}.{} or newer (https://rocm.docs.amd.com), or set ROCM_PATH to its location".format(
         *OLDEST_RUNTIME
     )
 )
-# HIP's names of errors: of loading code, of allocating memory
+# HIP's names of errors: of loading code objects, and of allocating memory
 CANNOT_LOAD = (
     "hipErrorNoBinaryForGpu",
     "hipErrorInvalidImage",
@@ -27,7 +28,8 @@ NO_MEMORY = ("hipErrorOutOfMemory", "hipErrorMemoryAllocation")
 
 
 class HipError(RuntimeError):
-    """A call of the HIP runtime failed; `code` is HIP's name for the reason, such as "hipErrorOutOfMemory"."""
+    """A call of the HIP runtime failed. call: the function's name; code: HIP's name of the error, such as
+    "hipErrorOutOfMemory"."""
 
     def __init__(self, call: str, code: str):
         super().__init__(f"{call} failed: {code}")
@@ -35,8 +37,8 @@ class HipError(RuntimeError):
 
 
 class Hip:
-    """Calls the bindings' functions by name: hip("hipMalloc", 64) -> the results besides the error code: None, a value
-    or a tuple."""
+    """Calls the bindings' functions by name, such as hip("hipMalloc", 64). Returns the results without the error code:
+    None, a value or a tuple. Raises HipError."""
 
     def __init__(self, bindings):
         self.names = bindings  # constants and enumerations
@@ -48,7 +50,7 @@ class Hip:
         return (values[0] if len(values) == 1 else tuple(values)) if values else None
 
     def done(self, query: str, what) -> bool:
-        """Whether a stream has done all that was enqueued (hipStreamQuery), or an event has come (hipEventQuery)."""
+        """Whether a stream is idle (query "hipStreamQuery"), or an event has happened ("hipEventQuery")."""
         try:
             self(query, what)
         except HipError as e:
@@ -62,17 +64,18 @@ class Hip:
         return self.own(held, "hipStreamDestroy", self("hipStreamCreateWithFlags", self.names.hipStreamNonBlocking))
 
     def event(self, held: ExitStack):
-        """An event without a time, likewise."""
+        """An event without a time stamp, which is destroyed when `held` closes."""
         return self.own(held, "hipEventDestroy", self("hipEventCreateWithFlags", self.names.hipEventDisableTiming))
 
     def own(self, held: ExitStack, release: str, handle):
-        """`handle`, to be released with the HIP function `release` when `held` closes."""
+        """Registers `handle` to be released with the HIP function `release` when `held` closes. Returns it."""
         held.callback(getattr(self.names, release), handle)
         return handle
 
 
 def open_bindings():
-    """AMD's bindings with the runtime's library loaded. UserError if the package or library is missing, or too old."""
+    """AMD's bindings, with the HIP runtime loaded. Raises UserError if the package or the runtime is missing or too
+    old."""
     try:
         bindings = importlib.import_module("rocm.bindings.hip")
         paths = importlib.import_module("rocm.bindings.util.paths")
@@ -81,7 +84,7 @@ def open_bindings():
     _find_versioned_library(paths)
     try:
         version = runtime_version(bindings)
-    except RuntimeError as e:  # of dlopen or dlsym
+    except RuntimeError as e:  # dlopen or dlsym failed
         raise UserError(f"cannot load AMD's HIP runtime ({_reason(e)}); {INSTALL}") from e
     if version < OLDEST_RUNTIME:
         raise UserError(f"AMD's HIP runtime here is version {version[0]}.{version[1]}, which is too old; {INSTALL}")
@@ -89,13 +92,14 @@ def open_bindings():
 
 
 def runtime_version(bindings) -> tuple[int, int]:
-    """(major, minor) of the HIP runtime; it is encoded as major*10^7 + minor*10^5 + patch."""
+    """(major, minor) of the HIP runtime. HIP encodes it as major*10^7 + minor*10^5 + patch."""
     number = Hip(bindings)("hipRuntimeGetVersion")
     return number // 10_000_000, number // 100_000 % 100
 
 
 def _find_versioned_library(paths) -> None:
-    """Makes the bindings find libamdhip64.so.6 without the development package's link, as on Debian and Fedora."""
+    """Makes the bindings find a versioned library, such as libamdhip64.so.6. They search for libamdhip64.so, a link
+    that only the development packages of Debian and Fedora have."""
     found = os.fsdecode(paths.get_library_path("amdhip64"))
     versioned = ctypes.util.find_library("amdhip64")
     if "/" in found or versioned in (None, found):
@@ -109,5 +113,5 @@ def _find_versioned_library(paths) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The message of dlopen in that of the bindings: failed to dlopen 'b'NAME'': b'REASON'."""
+    """dlopen's message, which is a part of the bindings' one: failed to dlopen 'b'NAME'': b'REASON'."""
     return str(error).rsplit(": b", 1)[-1].strip("'\"")

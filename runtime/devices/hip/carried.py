@@ -1,8 +1,8 @@
-"""What functions take over from other GPUs, and hand over to them: bytes of the arena, which this GPU copies from and
-to memory of the host. Only GPUs that share a model have any (runtime/devices/staged.py, tensor.py).
+"""Copies activations between this GPU's arena and the host memory (`Handover`) through which GPUs that share a model
+exchange them (runtime/devices/staged.py, tensor.py). Other devices copy nothing.
 
-Those that compute parts of the same rows copy what is large on streams of its own, one for each direction, so that
-another run may compute meanwhile."""
+With --split tensor, large copies go to separate streams, one for each direction, so that another run can compute at the
+same time."""
 
 import ctypes
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ from mlc_amd.runtime.devices.hip.memory import HipMemory
 
 
 class HipCarried:
-    """Of the functions of a manifest. parts: of the `Handover`s before and after this stage, which the next run uses.
-    Until it is connected it has some of its own. It uses them until `held` closes."""
+    """The copies of the functions of a manifest. parts: the parts of the `Handover`s before and after this GPU that the
+    next run uses. Before `connect` it uses `Handover`s of its own. It uses `Handover`s until `held` closes."""
 
     def __init__(self, hip: Hip, held: ExitStack, stream, memory: HipMemory, functions: Mapping[str, Mapping]):
         self._hip, self._held, self._stream, self._functions = hip, held, stream, functions
         self._arena = memory.blocks["arena"][0]
         self._memory: dict[str, Handover] = {}
-        self._beside: dict[str, tuple[Any, Any]] = {}  # (stream, event) by direction
+        self._beside: dict[str, tuple[Any, Any]] = {}  # {direction: (stream for large copies, event)}
         if takes_turns(functions):
             self._beside = {key: (hip.stream(held), hip.event(held)) for key in ("receives", "sends")}
             for other, _ in self._beside.values():
@@ -34,12 +34,12 @@ class HipCarried:
 
     def _use(self, key: str, one: Handover) -> None:
         self._memory[key] = one
-        self._held.callback(lambda used: None, one)  # it lives longer than it is pinned
+        self._held.callback(lambda used: None, one)  # keeps it alive until it is unpinned
         for address in one.addresses:
             try:
                 self._hip("hipHostRegister", address, one.nbytes, self._hip.names.hipHostRegisterPortable)
             except HipError as e:
-                if e.code != "hipErrorHostMemoryAlreadyRegistered":  # by the stage on the other side
+                if e.code != "hipErrorHostMemoryAlreadyRegistered":  # the GPU at the other end may have pinned it
                     raise
             else:
                 self._held.callback(self._hip.names.hipHostUnregister, address)
@@ -50,14 +50,15 @@ class HipCarried:
                 self._use(key, one)
 
     def enqueue_received(self, name: str) -> None:
-        """Before the launches of a function."""
+        """Enqueues the copies that must precede a function's launches."""
         stream, event = self._stream_of(name, "receives")
         self._enqueue(name, "receives", self.parts[0], self._hip.names.hipMemcpyKind.hipMemcpyHostToDevice, stream)
         if event:
             self._wait_for(event, stream, self._stream)
 
     def enqueue_sent(self, name: str, part: int | None = None) -> Any:
-        """After them. part: as `parts` were for that run, if others came since. Returns the stream that does it."""
+        """Enqueues the copies that follow a function's launches. part: of the `Handover`, if `parts` has changed since
+        the launches. Returns the stream of the copies."""
         stream, event = self._stream_of(name, "sends")
         if event:
             self._wait_for(event, self._stream, stream)
@@ -70,7 +71,7 @@ class HipCarried:
         return self._beside[key] if large else (self._stream, None)
 
     def _wait_for(self, event, earlier, later) -> None:
-        """What is enqueued on a stream later on comes after what is on another one now."""
+        """Makes later work on the stream `later` wait for the work that is on the stream `earlier` now."""
         self._hip("hipEventRecord", event, earlier)
         self._hip("hipStreamWaitEvent", later, event, 0)
 
@@ -86,6 +87,6 @@ class HipCarried:
             self._hip("hipMemcpyAsync", self._arena + target, self._arena + source, count, kind, stream)
 
     def sent(self, name: str) -> bytes:
-        """What the last run of a function has handed over."""
+        """The bytes that the last run of a function has sent."""
         count = size(self._functions[name], "sends")
         return ctypes.string_at(self._memory["sends"].addresses[self.parts[1]], count) if count else b""

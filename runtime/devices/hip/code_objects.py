@@ -1,7 +1,8 @@
-"""The code objects of an artifact's or a candidate's file, loaded into HIP.
+"""Loads code objects into HIP.
 
-In: the file's bytes, the launches that it has the code of (dist/README.md; without `code` the file is one object), and
-the chip it was compiled for. Out: HIP's function of each symbol.
+In: the bytes of a file (an artifact's, or that of a candidate of tuning), the launches whose code it has
+(dist/README.md; without `code` the file is a single code object), and the chip that it was compiled for. Out: HIP's
+functions by symbol.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,15 +12,15 @@ from typing import Any
 from mlc_amd.runtime.devices.hip.api import Hip
 from mlc_amd.runtime.gpus import same_isa
 
-# Chips with the same instruction set. HIP loads a code object only if its ELF header names the exact chip.
+# Groups of chips with the same instruction set. HIP loads a code object only if its ELF header names the exact chip.
 SAME_ISA = same_isa()
-E_FLAGS = 0x30  # offset in a 64-bit ELF header; the low byte is EF_AMDGPU_MACH
+E_FLAGS = 0x30  # offset of e_flags in a 64-bit ELF header; its low byte is EF_AMDGPU_MACH
 
 Step = Mapping[str, Any]
 
 
 def places(steps: Iterable[Step], size: int) -> dict[tuple[int, int], list[str]]:
-    """By (offset, bytes) of a code object in a file of `size` bytes, the symbols that are launched of it."""
+    """{(offset, bytes) of a code object: its symbols that are launched}, for a file of `size` bytes."""
     found: dict[tuple[int, int], set[str]] = {}
     for step in steps:
         begin, length = step.get("code", (0, size))
@@ -30,8 +31,8 @@ def places(steps: Iterable[Step], size: int) -> dict[tuple[int, int], list[str]]
 def load(
     hip: Hip, held: ExitStack, file: bytes, steps: Iterable[Step], chips: tuple[str, str]
 ) -> tuple[list[bytes], dict[str, Any]]:
-    """Loads the code objects until `held` closes. chips: that they were compiled for, and that runs them. Returns
-    (bytes that HIP may read until then, function by symbol). HipError."""
+    """Loads the code objects of a file; they are unloaded when `held` closes. chips: (chip that they were compiled for,
+    chip that runs them). Returns (bytes that must stay alive until then, {symbol: function}). Raises HipError."""
     objects, functions = [], {}
     for (begin, length), symbols in places(steps, len(file)).items():
         code = file[begin : begin + length]
@@ -42,7 +43,8 @@ def load(
 
 
 def relabel(code: bytes, old: str, new: str) -> bytes:
-    """A code object for `old`, made one for `new` of the same group: the chip in the ELF header and the metadata."""
+    """Changes a code object for chip `old` to one for chip `new` of the same group: in the ELF header and the
+    metadata."""
     group = next(group for group in SAME_ISA if old in group)
     changed = bytearray(code.replace(f"-{old}".encode(), f"-{new}".encode()))
     changed[E_FLAGS] = group[new]

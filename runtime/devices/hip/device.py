@@ -1,9 +1,11 @@
-"""HipDevice: runs the code objects of an artifact (dist/README.md) on an AMD GPU, on one stream.
+"""The device of target rocm: runs the code objects of an artifact (dist/README.md) on an AMD GPU, on one stream.
 
-The launches of each function are captured once in a HIP graph and replayed. Some drivers replay stale data (ROCm/hip
-issues 3887 and 3902), so at load a few steps are computed with and without graphs; if they differ, graphs are not used,
-with a warning. MLC_AMD_GRAPH=0 disables them. Steps that take too long for one submission are launched one by one, with
-waits between the pieces (pieces.py); all others go through a queue (runs.py).
+The launches of each function are captured once in a HIP graph, which is replayed for each run. Some drivers replay
+stale data (ROCm/hip issues 3887 and 3902). So a few steps are computed with and without graphs when the model is
+loaded; if results differ, the device logs a warning and uses no graphs. MLC_AMD_GRAPH=0 disables graphs.
+
+Steps that are too long for one submission are launched without graphs, with waits between their pieces (pieces.py). All
+others go through a queue (runs.py).
 """
 
 import logging
@@ -36,7 +38,7 @@ from mlc_amd.runtime.devices.steps import write_private_pages, write_step
 from mlc_amd.runtime.errors import MachineError, UserError
 from mlc_amd.runtime.host import kfd_gpus
 
-CHECK_STEPS = 3  # replays compared at load; stale data shows up from the second on
+CHECK_STEPS = 3  # replays that are compared with launches; stale data shows up from the second replay on
 GRAPH_VARIABLE = "MLC_AMD_GRAPH"
 
 _NO_GRAPHS = "HIP graphs do not work with this driver (%s); continuing without them, which is slower"
@@ -45,9 +47,10 @@ log = logging.getLogger("mlc_amd")
 
 
 class HipDevice(QueuedDevice):
-    """See runtime/devices/__init__.py for the protocol. `threads` is for the cpu device only. index: number of a GPU,
-    or part of its name. n_cpu_moe: layers whose experts stay in host memory, where the GPU reads them across the bus;
-    ignored for an APU. kv: size of the cache. bindings: a substitute for AMD's package."""
+    """See runtime/devices/__init__.py for the protocol. threads: ignored, it is for target cpu. index: the number of a
+    GPU, or a part of its name. n_cpu_moe: the experts of so many first layers stay in host memory, where the GPU reads
+    them across the bus; ignored for an APU. kv: the size of the KV cache. bindings: a substitute for AMD's package.
+    Raises UserError if this machine cannot run the artifact."""
 
     kind, on_host = "rocm", False
 
@@ -61,8 +64,8 @@ class HipDevice(QueuedDevice):
         bindings=None,
     ):
         self.artifact, self.manifest = artifact, artifact.manifest
-        self.threads = 1  # host threads
-        self._held = ExitStack()  # HIP resources, released in reverse order
+        self.threads = 1  # host threads that compute
+        self._held = ExitStack()  # owns all HIP resources, and releases them in reverse order
         self.close = weakref.finalize(self, self._held.close)  # also at interpreter exit, while the library is loaded
         self.hip = Hip(open_bindings() if bindings is None else bindings)
         self.version = runtime_version(self.hip.names)
@@ -84,7 +87,7 @@ class HipDevice(QueuedDevice):
         self._boxes: Mapping[str, int] = {}
         self.pacer = Pacer(self.manifest, self.code_arch)
         self._graphs: dict[str, object] = {}
-        self._marks: dict[str, list] = {}  # events that time a function's launches
+        self._marks: dict[str, list] = {}  # {function: events around its launches}, for `time`
         functions = self.manifest["functions"]
         heads = {name: launches_before_late(function, self._kernels) or 0 for name, function in functions.items()}
         self._carried = HipCarried(self.hip, self._held, self.stream, self.memory, functions)
@@ -92,20 +95,20 @@ class HipDevice(QueuedDevice):
         self._runs = HipRuns(self.hip, self._held, self.stream, *runs)
         self._queue = RunQueue(self._runs, self.pacer, heads)
         self._captured = self._held.enter_context(ExitStack())
-        self._held.callback(self.hip.names.hipStreamSynchronize, self.stream)  # first, at the end
-        if not self.manifest.get("inline"):  # else once there are boxes
+        self._held.callback(self.hip.names.hipStreamSynchronize, self.stream)  # registered last: `close` does it first
+        if not self.manifest.get("inline"):  # otherwise `exchange_through` does it, as launches need its addresses
             for _ in self._prepare():
                 pass
 
     def _prepare(self) -> Iterator[None]:
-        """All that runs functions; pauses while it computes."""
+        """Prepares the launches and graphs of all functions. The iterator pauses after each step that it starts."""
         self._launches.update({name: self._bind(function) for name, function in self.manifest["functions"].items()})
         if os.environ.get(GRAPH_VARIABLE) != "0":
             yield from self._make_graphs()
         self.clear()
 
     def _override(self) -> str:
-        """A note that the arch is overridden; "" if it is not."""
+        """A note for the device's name if the user has overridden the arch, otherwise ""."""
         if OVERRIDE not in os.environ:
             return ""
         chip = next((f"; the chip is {gpu['arch']}" for gpu in kfd_gpus() if gpu["pci"] == self.gpu.pci), "")
@@ -128,7 +131,7 @@ class HipDevice(QueuedDevice):
             ) from e
 
     def _bind(self, function: dict) -> list[HipLaunch]:
-        """Every kernel launch of a function, in order."""
+        """All kernel launches of a function, in order."""
         found = []
         for call in function["launches"]:
             kernel = call["kernel"]
@@ -148,7 +151,7 @@ class HipDevice(QueuedDevice):
         return bool(self._graphs)
 
     def _make_graphs(self) -> Iterator[None]:
-        """Captures all functions and compares replays with launches; graphs are not used if they differ or fail."""
+        """Captures all functions, and compares replays with launches. If they differ or fail, no graphs are used."""
         expected = yield from self._trials({})
         try:
             graphs = {
@@ -165,7 +168,8 @@ class HipDevice(QueuedDevice):
         self._graphs.update(graphs)
 
     def _trials(self, graphs: dict) -> Generator[None, None, dict[str, list[bytes]]]:
-        """`_trial` of all functions, from the same state on: what unused rows have goes to other GPUs, too."""
+        """{function: results of `_trial`}. The arena is cleared first, because unused rows, too, are sent to other GPUs
+        and compared."""
         self.memory.clear("arena")
         found = {}
         for name in self._launches:
@@ -173,8 +177,9 @@ class HipDevice(QueuedDevice):
         return found
 
     def _trial(self, function: str, graphs: dict) -> Generator[None, None, list[bytes]]:
-        """What a few steps with different tokens and positions compute with `graphs` or by launches, logits or what
-        other GPUs get: each has a chunk, or else single rows that follow one another in one sequence."""
+        """Computes a few steps with different tokens and positions, by a graph if `graphs` has the function. Returns
+        the bytes of each step's results: logits, and the data for other GPUs. A step has a chunk if the function has
+        one, otherwise single rows, all of one sequence."""
         entry, vocab = self.manifest["functions"][function], self.manifest["model"]["vocab"]
         if is_encoder(function):
             self.write("state", (0, entry["rows"], 0, 0))
@@ -210,9 +215,9 @@ class HipDevice(QueuedDevice):
 
     @contextmanager
     def _usable(self, doing: str) -> Iterator[None]:
-        """MachineError for HIP's errors, after which the GPU computes nothing more for this process."""
+        """See `QueuedDevice`. Raises MachineError for HIP's errors: the GPU is then unusable for this process."""
         try:
-            self.hip("hipSetDevice", self.gpu.index)  # of this thread
+            self.hip("hipSetDevice", self.gpu.index)  # for the calling thread
             yield
         except HipError as e:
             raise MachineError(
@@ -225,7 +230,8 @@ class HipDevice(QueuedDevice):
         return self._run(function, {} if plain else self._graphs)
 
     def _run(self, function: str, graphs: dict) -> Iterator[None]:
-        """Pauses before each wait for a piece."""
+        """Runs a function, by its graph if `graphs` has one and the step is not long. The iterator pauses before each
+        wait for a piece."""
         self._send_inputs(function)
         part = self._carried.parts[1]
         for piece in self.pacer.pieces(function) or ((),):
@@ -236,7 +242,7 @@ class HipDevice(QueuedDevice):
                 launches = self._launches[function]
                 launching.enqueue(self.hip, self.stream, [launches[i] for i in self._numbers(function, piece)])
             yield
-            self.hip("hipSetDevice", self.gpu.index)  # others may have begun meanwhile
+            self.hip("hipSetDevice", self.gpu.index)  # the caller may have started other GPUs during the pause
             self._wait()
             self.pacer.record(function, time.perf_counter() - start, piece)
         self._fetch_sent(function, part)
@@ -265,12 +271,14 @@ class HipDevice(QueuedDevice):
         self._carried.parts = received, sent
 
     def _numbers(self, function: str, piece: WorkPiece) -> Sequence[int]:
-        """Of the launches of a piece, (): of all. HIP launches whole grids."""
+        """The indices of the launches of a piece; (): of all launches. HIP launches whole grids, so parts are
+        ignored."""
         return [part.launch for part in piece] or range(len(self._launches[function]))
 
     def time(self, function: str, meanwhile: Callable[[], None] | None = None) -> list[tuple[str, float, float]]:
-        """Runs a function with an event before and after each launch; (kernel, seconds, seconds since the end of the
-        launch before) of each. The gaps are longer than those of a graph."""
+        """Runs a function with an event before and after each launch. Returns (kernel, seconds, seconds since the end
+        of the launch before) of each launch. Gaps are longer than in a graph. meanwhile: called once the GPU
+        computes."""
         with self._usable(f"running {function}"):
             return self._time(function, meanwhile)
 
@@ -293,7 +301,7 @@ class HipDevice(QueuedDevice):
         return launching.spans(self.hip, launches, marks)
 
     def copy_bandwidth(self) -> float:
-        """Bytes per second, reads plus writes, of a copy in the GPU's memory; 0.0 without enough of it."""
+        """See the protocol. 0.0 without enough memory."""
         with self._usable("copying"):
             return launching.copy_bandwidth(self.hip, self.stream)
 
@@ -318,7 +326,7 @@ class HipDevice(QueuedDevice):
         return page_parts(self.manifest, span)
 
     def _page_places(self, span: int, pages: Sequence[int]) -> list[tuple[str, int, int]]:
-        """Where these pages are."""
+        """The parts of the KV cache's tensors that these pages consist of, page by page: (name, offset, bytes)."""
         parts = self.page_parts(span)
         return [(name, page * count, count) for page in pages for name, count in parts]
 

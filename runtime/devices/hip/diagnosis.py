@@ -1,5 +1,5 @@
-"""Why HIP finds no GPU: the driver, permissions, a variable that hides GPUs, a runtime that does not support the chip.
-In: HIP's error, and files of Linux. Out: one line for the user."""
+"""Finds out why HIP finds no GPU: the driver, permissions, a variable that hides GPUs, or a runtime that does not
+support the chip. In: HIP's error, and files of Linux. Out: one line for the user."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,8 @@ OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
 
 
 def gpu_memory(pci: str, devices: Path = Path("/sys/bus/pci/devices")) -> dict[str, int]:
-    """Bytes of a GPU's own memory ("vram"; an APU's carve-out) and of the system's for it ("gtt"); empty if unknown."""
+    """{"vram": bytes of the GPU's own memory (of an APU's carve-out), "gtt": bytes of system memory that it may use}.
+    Empty if unknown. pci: the GPU's address."""
     sizes = {}
     for kind in ("vram", "gtt"):
         file = devices / pci / f"mem_info_{kind}_total"
@@ -22,12 +23,12 @@ def gpu_memory(pci: str, devices: Path = Path("/sys/bus/pci/devices")) -> dict[s
 
 
 def why_no_gpu(code: str, version: tuple[int, int], kfd: Path = KFD, topology: Path = TOPOLOGY) -> str:
-    """One line for a HIP runtime that finds no GPU and reports `code`: what is wrong, what to do."""
+    """One line for the user: what is wrong, and what to do. code: HIP's error; version: of the HIP runtime."""
     gpus, hiding = kfd_gpus(topology), [name for name in HIDING if name in os.environ]
     blocked = [gpu["node"] for gpu in gpus if not os.access(gpu["node"], os.R_OK | os.W_OK)]
     archs = ", ".join(gpu["arch"] for gpu in gpus)
     driver = "load the kernel driver (modprobe amdgpu); in a container, pass --device /dev/kfd --device /dev/dri"
-    reasons = (  # the first that applies
+    reasons = (  # (whether it applies, text); the first that applies is returned
         (
             code == "hipErrorInsufficientDriver",
             "the kernel driver is too old for this HIP runtime; install a newer kernel or amdgpu-dkms",

@@ -1,5 +1,5 @@
-"""The GPUs that HIP reports, which code objects run on them (`sibling`), and the choice of one for an
-artifact."""
+"""Lists the GPUs that HIP reports, and chooses one for an artifact, together with the code object that it can run
+(`sibling`)."""
 
 import logging
 import os
@@ -18,7 +18,8 @@ log = logging.getLogger("mlc_amd")
 
 @dataclass(frozen=True)
 class HipGpu:
-    """A GPU as reported by HIP. memory: bytes; integrated: an APU, which shares the host's memory; pci: its address."""
+    """A GPU as reported by HIP. index: HIP's number. arch: such as "gfx1100". memory: bytes. integrated: whether it is
+    an APU, which shares the host's memory. pci: its PCI address."""
 
     index: int
     name: str
@@ -29,7 +30,7 @@ class HipGpu:
 
 
 def list_gpus(hip: Hip) -> list[HipGpu]:
-    """The GPUs that HIP can use. HipError if it finds none."""
+    """The GPUs that HIP can use. Raises HipError if there are none."""
     return [_gpu(hip, index) for index in range(hip("hipGetDeviceCount"))]
 
 
@@ -42,7 +43,8 @@ def _gpu(hip: Hip, index: int) -> HipGpu:
 
 
 def sibling(arch: str, available: Collection[str]) -> str | None:
-    """The arch in `available` whose code object runs on `arch`: itself, or one with the same instructions; or None."""
+    """The arch in `available` whose code objects run on a GPU of `arch`: the same one, or one with the same instruction
+    set; None if there is none."""
     if arch in available:
         return arch
     group = next((group for group in SAME_ISA if arch in group), {})
@@ -50,7 +52,7 @@ def sibling(arch: str, available: Collection[str]) -> str | None:
 
 
 def usable_gpus(hip: Hip, wanted: str | None) -> list[HipGpu]:
-    """The GPUs that the user selects. wanted: as in `choice.selected`. UserError if there are none."""
+    """The GPUs that the user selects. wanted: see `choice.selected`. Raises UserError if there are none."""
     version = runtime_version(hip.names)
     try:
         gpus = list_gpus(hip)
@@ -62,7 +64,8 @@ def usable_gpus(hip: Hip, wanted: str | None) -> list[HipGpu]:
 
 
 def arch_here(wanted: str | None = None, bindings=None) -> str:
-    """The arch of the GPU that the user selects, else of Linux's first one; or "native". bindings: instead of AMD's."""
+    """The arch of the GPU that the user selects; without a selection that of the first GPU that Linux reports, or
+    "native" if it reports none. bindings: a substitute for AMD's package."""
     if selection(wanted):
         return usable_gpus(Hip(open_bindings() if bindings is None else bindings), wanted)[0].arch
     found = kfd_gpus()
@@ -70,8 +73,9 @@ def arch_here(wanted: str | None = None, bindings=None) -> str:
 
 
 def choose(hip: Hip, archs: Collection[str], wanted: str | None = None) -> tuple[HipGpu, str]:
-    """The best GPU for code objects of these archs (the exact one, discrete, largest memory) of those that the user
-    selects, and the arch of the code object to load. wanted: as in `choice.selected`. UserError if there is none."""
+    """(GPU, arch of the code object to load on it): the best of the GPUs that the user selects and that run code
+    objects of these archs. GPUs of exactly such an arch come first, then discrete ones, then those with more memory.
+    wanted: see `choice.selected`. Raises UserError if there is none."""
     gpus = usable_gpus(hip, wanted)
     usable = [(gpu, code) for gpu in gpus if (code := sibling(gpu.arch, archs))]
     if not usable:
@@ -87,8 +91,8 @@ def choose(hip: Hip, archs: Collection[str], wanted: str | None = None) -> tuple
 
 
 def with_free_memory(archs: Collection[str]) -> Iterator[tuple[HipGpu, int]]:
-    """The GPUs that run code objects of these archs, the best first, with the bytes that are free on each: HIP takes
-    memory on those that were asked."""
+    """(GPU, bytes of free memory) of each GPU that runs code objects of these archs, the best first. Lazy, because HIP
+    allocates some memory on a GPU when it is asked for the free memory."""
     hip = Hip(open_bindings())
     gpus = [gpu for gpu in usable_gpus(hip, "") if sibling(gpu.arch, archs)]
     for gpu in sorted(gpus, key=lambda gpu: (gpu.integrated, -gpu.memory, gpu.index)):

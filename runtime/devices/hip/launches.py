@@ -1,7 +1,8 @@
-"""Kernel launches on a stream: prepared once, enqueued one by one or captured in a graph, timed by events.
+"""Kernel launches on a stream: they are prepared once, and enqueued one by one or captured in a graph. Events measure
+their times.
 
-A launch from Python takes longer than a small kernel runs; a graph replays any number with one call. Events between
-launches prevent these from overlapping and take some microseconds themselves, which count as gaps.
+A launch from Python takes longer than a small kernel; a graph replays any number of launches with one call. Events
+between launches prevent these from overlapping, and take some microseconds themselves, which count as gaps.
 """
 
 import ctypes
@@ -15,7 +16,8 @@ from mlc_amd.runtime.devices.hip.api import NO_MEMORY, Hip, HipError
 
 @dataclass(frozen=True)
 class HipLaunch:
-    """A prepared launch. `values`: the kernel's arguments, `params`: the address of each; both must stay alive."""
+    """A prepared launch. kernel: its name. function: HIP's handle. values: the arguments, which are addresses; params:
+    the address of each value. Both arrays must stay alive during the launch."""
 
     kernel: str
     function: object
@@ -26,7 +28,8 @@ class HipLaunch:
 
 
 def prepare(kernel: str, function, step: dict, addresses: Sequence[int]) -> HipLaunch:
-    """A step's launch. addresses: of the call's arguments, then its scratch buffers; function: handle of its symbol."""
+    """The launch of an entry of the manifest's `steps`. function: HIP's handle of its symbol. addresses: of the call's
+    arguments, then of its scratch buffers."""
     values = (ctypes.c_uint64 * len(step["args"]))(*(addresses[i] for i in step["args"]))
     params = (ctypes.c_void_p * len(values))(*(ctypes.addressof(values) + 8 * i for i in range(len(values))))
     return HipLaunch(kernel, function, tuple(step["grid"]), tuple(step["block"]), values, params)
@@ -39,27 +42,27 @@ def enqueue(hip: Hip, stream, launches: Iterable[HipLaunch]) -> None:
 
 
 def capture(hip: Hip, stream, launches: Iterable[HipLaunch], held: ExitStack):
-    """A graph of these launches, for hipGraphLaunch. It lives until `held` closes."""
-    # Of the capture modes, only this one works on all drivers (Relaxed faults on RDNA2).
+    """A graph of these launches, for hipGraphLaunch. It is destroyed when `held` closes."""
+    # The only capture mode that works on all drivers (Relaxed faults on RDNA2).
     hip("hipStreamBeginCapture", stream, hip.names.hipStreamCaptureMode.hipStreamCaptureModeThreadLocal)
     try:
         enqueue(hip, stream, launches)
-    finally:  # a stream left in capture mode would be unusable
+    finally:  # a stream that stays in capture mode is unusable
         graph = hip.own(held, "hipGraphDestroy", hip("hipStreamEndCapture", stream))
     return hip.own(held, "hipGraphExecDestroy", hip("hipGraphInstantiate", graph, 0)[0])
 
 
-COPY_BYTES = 256 << 20  # of a copy that is timed: beyond the last-level caches of all GPUs together with its source
-COPIES = 8  # measured repetitions of a copy; the fastest counts
+COPY_BYTES = 256 << 20  # of a timed copy: source and target exceed the last-level cache of any GPU
+COPIES = 8  # repetitions of the copy, of which the fastest counts
 
 
 def events(hip: Hip, held: ExitStack, count: int) -> list:
-    """Events with times; they live until `held` closes."""
+    """New events with time stamps. They are destroyed when `held` closes."""
     return [hip.own(held, "hipEventDestroy", hip("hipEventCreateWithFlags", 0)) for _ in range(count)]
 
 
 def seconds(hip: Hip, begin, end) -> float:
-    """Between two events that have happened."""
+    """The seconds between two events that have happened."""
     return hip("hipEventElapsedTime", begin, end) * 1e-3
 
 
@@ -72,8 +75,8 @@ def enqueue_timed(hip: Hip, stream, launches: Sequence[HipLaunch], marks: list) 
 
 
 def spans(hip: Hip, launches: Sequence[HipLaunch], marks: list) -> list[tuple[str, float, float]]:
-    """(kernel, seconds, seconds since the end of the one before) of each launch that `enqueue_timed` enqueued."""
-    ends = [marks[0], *marks[1:-1:2]]  # what each launch's gap begins with
+    """(kernel, seconds, seconds since the end of the launch before) of each launch, after `enqueue_timed`."""
+    ends = [marks[0], *marks[1:-1:2]]  # the event at which the gap before each launch begins
     return [
         (one.kernel, seconds(hip, begin, end), seconds(hip, before, begin))
         for one, before, begin, end in zip(launches, ends, marks[::2], marks[1::2], strict=True)

@@ -1,8 +1,8 @@
-"""Memory of a loaded artifact on an AMD GPU: one block each for weights, KV cache, arena, scratch and io.
+"""The memory of a loaded artifact on an AMD GPU: one block each for weights, KV cache, arena, scratch memory and io.
 
-The host writes a step's inputs to one pinned block, laid out as on the GPU, from which they are copied while it waits.
-Where it does not wait, they go *through* other pinned memory of the same layout, which keeps them until the copy is
-done.
+The host writes a step's inputs to a pinned block with the same layout as the GPU's io block. If the host waits for the
+run, they are copied to the GPU from there. If it does not wait, it may write the next inputs before the copy is done;
+so they go *through* another pinned block of the same layout, one for each slot (run_queue.py).
 """
 
 import ctypes
@@ -26,14 +26,14 @@ from mlc_amd.runtime.devices.placement import CHUNK, chunks, cut, parts, read_in
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import HOST_PART, RESERVE, available_memory
 
-ALIGN = 256  # bytes between buffers of one allocation, as hipMalloc aligns
-SMALL = 64 << 10  # bytes of an output, at most, that is copied with others: of tokens, not of a vocabulary's logits
+ALIGN = 256  # bytes: alignment of the buffers in an allocation, the same as hipMalloc's
+SMALL = 64 << 10  # bytes: outputs up to this size (tokens, not logits) are copied to the host after each run
 
 _Name = TypeVar("_Name", bound=Hashable)
 
 
 def places(sizes: dict[_Name, int]) -> tuple[dict[_Name, int], int]:
-    """Offsets of buffers in one allocation, and its size."""
+    """({name: offset of a buffer in one allocation}, size of the allocation). sizes: {name: bytes}."""
     offsets, end = {}, 0
     for name, size in sizes.items():
         offsets[name], end = end, end + -(-size // ALIGN) * ALIGN
@@ -42,12 +42,12 @@ def places(sizes: dict[_Name, int]) -> tuple[dict[_Name, int], int]:
 
 def host_block(hip: Hip, held: ExitStack, size: int, flags: int = 0) -> int:
     """The address of pinned host memory that lives until `held` closes."""
-    size = max(size, ALIGN)  # of an encoder, whose results are all large, slots keep none
+    size = max(size, ALIGN)  # it may be 0: an image encoder has no small outputs
     return int(hip.own(held, "hipHostFree", hip("hipHostMalloc", size, flags)))
 
 
 def view(address: int, entry: dict) -> np.ndarray:
-    """An io buffer in host memory. entry: the manifest's."""
+    """An io buffer in host memory as an array. entry: the manifest's."""
     return _bytes(address, nbytes(entry)).view(entry["dtype"]).reshape(entry["shape"])
 
 
@@ -56,17 +56,19 @@ def _bytes(address: int, count: int) -> np.ndarray:
 
 
 def _rank(name: str, entry: dict) -> int:
-    """Of an io buffer: 0 for inputs of each step, 1 for those that are kept, 2 for outputs, 3 for small ones."""
+    """The order of io buffers in memory: 0 for inputs of each step, 1 for tables (kept for many steps), 2 for large
+    outputs, 3 for small ones."""
     return 2 + (nbytes(entry) <= SMALL) if name in RESULTS else int(is_kept(name))
 
 
 class HipMemory:
-    """blocks: (address for the GPU, address for the host or None) of "weights", "kv", "arena", "scratch" and "io";
-    sizes: their bytes; pinned: host memory of io; host: its buffers as arrays. The host writes the first
-    `written_bytes` of io; the last `result_bytes` are small outputs.
+    """Arguments: kv: the size of the KV cache. scratch: {kernel: bytes of each scratch buffer}. n_cpu_moe: the experts
+    of so many first layers stay in host memory. Raises UserError if the memory does not suffice. All memory is released
+    when `held` closes.
 
-    All of it lives until `held` closes. kv: how large the cache is; kv_types: its tensors. scratch: bytes of each
-    scratch buffer, by kernel. n_cpu_moe: layers whose experts stay in host memory. UserError if it does not fit.
+    blocks: {name: (address for the GPU, address for the host or None)} of "weights", "kv", "arena", "scratch" and "io".
+    sizes: {name: bytes}. kv_types: see the protocol. pinned: address of the host's copy of io; host: its buffers as
+    arrays. The host writes the first `written_bytes` of io; small outputs are the last `result_bytes`.
     """
 
     def __init__(
@@ -88,7 +90,8 @@ class HipMemory:
         # Kernels run one after the other, so they share one block of scratch memory.
         found = {name: places(dict(enumerate(sizes))) for name, sizes in scratch.items()}
         self._scratch_at = {name: list(offsets.values()) for name, (offsets, _) in found.items()}
-        # Inputs of each step first, which one copy transfers; then the page tables, which are copied when they change.
+        # Inputs of each step come first, so that one copy transfers them; then tables, which are copied when they
+        # change.
         ranks = {name: _rank(name, entry) for name, entry in manifest["io"].items()}
         self._io = {name: manifest["io"][name] for name in sorted(ranks, key=lambda name: ranks[name])}
         self._io_at, io_bytes = places({name: nbytes(entry) for name, entry in self._io.items()})
@@ -97,9 +100,9 @@ class HipMemory:
         ]
         _, self._input_bytes, self.written_bytes, self._results_at = begins
         self.result_bytes = io_bytes - self._results_at
-        self._moved = np.empty(0, np.uint8)  # pinned memory through which pages of caches go
+        self._moved = np.empty(0, np.uint8)  # pinned memory for copies of the cache's pages
         self._shared: list[np.ndarray] = []
-        self._stale: dict[str, int] = {}  # tables of which the GPU has old rows, and their number
+        self._stale: dict[str, int] = {}  # {table: number of first rows that are old on the GPU}
         sizes = {
             "weights": weight_bytes,
             "arena": manifest["arena_bytes"],
@@ -112,22 +115,22 @@ class HipMemory:
         self._allocate(io_bytes)
         self._place(offsets, n_cpu_moe)
         self.host = {name: view(self.pinned + self._io_at[name], entry) for name, entry in self._io.items()}
-        for name in ("arena", "io"):  # stale NaN would spread from unused rows
+        for name in ("arena", "io"):  # a NaN in uninitialized memory would spread from unused rows to results
             self.clear(name)
         for name, array in self.host.items():
             if is_kept(name):
                 array[...] = 0
 
     def _left(self, others: int) -> int:
-        """Bytes that a cache of unknown size may take beside `others`: of the GPU's memory but for RESERVE, or of an
-        APU's host no more than a part of what is available."""
+        """The bytes that a KV cache of size "auto" may take beside `others` bytes: what is free on the GPU but for
+        RESERVE; on an APU, if this is more, 1/HOST_PART of the host's available memory."""
         own = self.hip("hipMemGetInfo")[0] - RESERVE - others
         return max(own, available_memory() // HOST_PART - others) if self.gpu.integrated else own
 
     def _allocate(self, io_bytes: int) -> None:
         needed, (free, _) = sum(self.sizes.values()), self.hip("hipMemGetInfo")
-        # An APU's carve-out has no other use, so it is used if everything fits; otherwise the GPU uses system memory.
-        # In both cases there is one copy of the weights.
+        # An APU's carve-out is used if everything fits there, as nothing else uses it. Otherwise all is in system
+        # memory. In both cases there is one copy of the weights.
         self.host_memory = self.gpu.integrated and free < needed
         try:
             self.blocks = {name: self._block(size) for name, size in self.sizes.items()}
@@ -138,7 +141,8 @@ class HipMemory:
             raise UserError(self._out_of_memory(needed, free)) from e
 
     def _place(self, offsets: dict, n_cpu_moe: int) -> None:
-        """The addresses of the weights' tensors, in their block or in host memory. offsets: of ranges in the block."""
+        """Sets the addresses of the weights' tensors, in their block or in host memory. offsets: {range: offset in the
+        block}."""
         try:
             hosts = {one: self._mapped_block(one.nbytes) for one in self._ranges if one.host}
         except HipError as e:
@@ -154,14 +158,14 @@ class HipMemory:
         }
 
     def _block(self, size: int) -> tuple[int, int | None]:
-        """(address for the GPU, address for the host or None)."""
+        """New memory for a block: (address for the GPU, address for the host or None)."""
         if not self.host_memory:
             return int(self.hip.own(self._held, "hipFree", self.hip("hipMalloc", size))), None
         return self._mapped_block(size)
 
     def _mapped_block(self, size: int) -> tuple[int, int]:
-        """Host memory that the GPU reads: (address for the GPU, address for the host)."""
-        # Non-coherent memory can be cached in the GPU's L2; the end of the stream makes writes visible.
+        """New host memory that the GPU can access: (address for the GPU, address for the host)."""
+        # Non-coherent, so that the GPU caches it in its L2; synchronizing the stream makes writes visible to the host.
         flags = self.hip.names.hipHostMallocMapped | self.hip.names.hipHostMallocNonCoherent & 0xFFFFFFFF
         host = self._host_block(size, flags)
         return int(self.hip("hipHostGetDevicePointer", host, 0)), host
@@ -174,7 +178,7 @@ class HipMemory:
         return needs.in_host_memory() if self.gpu.integrated else needs
 
     def _out_of_memory(self, needed: int, free: int) -> str:
-        """The error message, with a change that makes the model fit."""
+        """The message for memory that does not suffice, with a change that makes the model fit."""
         limits = gpu_memory(self.gpu.pci) if self.gpu.integrated else {}
         needs = self._needs()
         message = shortage(needs, free, self.gpu.name, self._n_cpu_moe, self._sized)
@@ -188,7 +192,7 @@ class HipMemory:
     # ---- addresses
 
     def address(self, arg: list) -> int:
-        """GPU address of an argument of the plan; dist/README.md lists the kinds."""
+        """The GPU address of an argument of a call in the plan; dist/README.md lists the kinds of arguments."""
         kind, where = arg[0], arg[1]
         if kind == "weight":
             return self._weights_at[where]
@@ -196,17 +200,17 @@ class HipMemory:
         return self.blocks[kind][0] + at
 
     def scratch(self, kernel: str) -> list[int]:
-        """GPU addresses of a kernel's scratch buffers."""
+        """The GPU addresses of a kernel's scratch buffers."""
         return [self.blocks["scratch"][0] + at for at in self._scratch_at[kernel]]
 
     # ---- contents
 
     def clear(self, name: str) -> None:
-        """Enqueues zeros for a block."""
+        """Enqueues the zeroing of a block."""
         self.hip("hipMemsetAsync", self.blocks[name][0], 0, self.sizes[name], self.stream)
 
     def write(self, name: str, values) -> None:
-        """Fills the first part of an io buffer."""
+        """Writes the first rows of an io buffer of the host."""
         self.host[name][: len(values)] = values
         self._wrote(name, len(values))
 
@@ -219,14 +223,15 @@ class HipMemory:
             self._stale[name] = max(self._stale.get(name, 0), rows)
 
     def send_inputs(self, through: int | None = None) -> None:
-        """Enqueues the copy of the host's io inputs to the GPU: of tables the changed rows. through: pinned memory of
-        `written_bytes` without pending copies."""
+        """Enqueues copies of the inputs, and of the changed rows of tables, to the GPU. through: address of pinned
+        memory of `written_bytes` bytes, without pending copies, that keeps them until the copies are done."""
         self._send_io(0, self._input_bytes, through)
         for name in list(self._stale):
             self._send_table(name, through)
 
     def send_late(self, through: int) -> None:
-        """The same of LATE inputs alone; copies that are pending may transfer them, as nothing reads them yet."""
+        """`send_inputs` for LATE inputs alone. Copies of the same run that are pending may already transfer new values;
+        this is harmless, as no launch reads them yet."""
         for name in LATE:
             if name in self._stale:
                 self._send_table(name, through)
@@ -244,25 +249,25 @@ class HipMemory:
         self.hip("hipMemcpyAsync", self.blocks["io"][0] + at, source, count, kind, self.stream)
 
     def feed_back(self, rows: int) -> None:
-        """Enqueues the copy of the tokens that the last run samples, of so many rows, to the inputs of the next one."""
+        """Enqueues the copy of `rows` tokens that the last run samples to the inputs of the next run."""
         target, source = (self.blocks["io"][0] + self._io_at[name] for name in ("tokens", "sampled"))
         kind = self.hip.names.hipMemcpyKind.hipMemcpyDeviceToDevice
         self.hip("hipMemcpyAsync", target, source, self.host["sampled"][:rows].nbytes, kind, self.stream)
 
     def fetch(self, name: str, rows: int, first: int = 0) -> np.ndarray:
-        """Enqueues the copy of rows first to rows - 1 of an io buffer to the host; returns the array that will have
-        them."""
+        """Enqueues the copy of rows first .. rows-1 of an io buffer to the host. Returns the array to which they are
+        copied."""
         array = self.host[name][first:rows]
         self._fetch(self._io_at[name] + self.host[name][:first].nbytes, array.nbytes, array.ctypes.data)
         return array
 
     def results(self, address: int) -> dict[str, np.ndarray]:
-        """The arrays of small outputs in `result_bytes` of host memory."""
+        """{name: array} of the small outputs in `result_bytes` bytes of host memory at `address`."""
         begin = self._results_at
         return {name: view(address + at - begin, self._io[name]) for name, at in self._io_at.items() if at >= begin}
 
     def fetch_results(self, address: int) -> None:
-        """Enqueues the copy of small outputs to pinned memory; encoders have none."""
+        """Enqueues the copy of the small outputs to pinned memory, if there are any (image encoders have none)."""
         if self.result_bytes:
             self._fetch(self._results_at, self.result_bytes, address)
 
@@ -271,14 +276,15 @@ class HipMemory:
         self.hip("hipMemcpyAsync", target, self.blocks["io"][0] + at, count, kind, self.stream)
 
     def read_parts(self, parts: Sequence[tuple[str, int, int]]) -> np.ndarray:
-        """Parts of caches (name, offset, bytes), one after the other, uint8, in memory that the next call overwrites.
-        Waits for what the stream has."""
+        """Parts (name, offset, bytes) of KV tensors, concatenated, uint8, in memory that the next call overwrites.
+        Waits until the stream is idle."""
         found = self._through(sum(count for *_, count in parts))
         self._move(parts, found.ctypes.data, written=False)
         return found
 
     def write_parts(self, parts: Sequence[tuple[str, int, int]], source: np.ndarray) -> None:
-        """The reverse: from memory of `shared`, or through other."""
+        """Copies consecutive pieces of `source`, uint8, to parts (name, offset, bytes) of KV tensors. A source that is
+        not in memory of `shared` is copied to pinned memory first. Waits until the stream is idle."""
         pinned = source
         if not any(np.may_share_memory(source, one) for one in self._shared):
             pinned = self._through(source.nbytes)
@@ -286,12 +292,12 @@ class HipMemory:
         self._move(parts, pinned.ctypes.data, written=True)
 
     def shared(self, nbytes: int) -> np.ndarray:
-        """Pinned memory, uint8."""
+        """New pinned memory, uint8 [nbytes]."""
         self._shared.append(_bytes(self._host_block(nbytes), nbytes))
         return self._shared[-1]
 
     def _through(self, nbytes: int) -> np.ndarray:
-        """Pinned memory that the next call overwrites."""
+        """Pinned memory, uint8 [nbytes], which the next call returns again."""
         if self._moved.nbytes < nbytes:
             size = 1 << (nbytes - 1).bit_length()
             self._moved = _bytes(self._host_block(size), size)
@@ -309,8 +315,8 @@ class HipMemory:
         self.hip("hipStreamSynchronize", self.stream)
 
     def upload(self) -> None:
-        """Reads the weights, to where kernels find them if that is host memory; else through pinned memory, one chunk
-        while the one before is copied to the GPU."""
+        """Loads the weights. Those in host memory are read in place. Others go through pinned memory: the host reads a
+        chunk while the chunk before is copied to the GPU."""
         weights, in_place = self.artifact.weights, []
         with ExitStack() as held:
             staged = any(host is None for _, host in self._weights.values())
@@ -321,7 +327,7 @@ class HipMemory:
                     in_place.append((first, _bytes(host + first - one.begin, last - first)))
                     continue
                 staging, event = next(slots)
-                self.hip("hipEventSynchronize", event)  # returns at once if nothing was recorded yet
+                self.hip("hipEventSynchronize", event)  # returns at once for an event that was never recorded
                 weights.read(first, _bytes(staging, last - first))
                 self._send(staging, event, target + first - one.begin, last - first)
             self.hip("hipStreamSynchronize", self.stream)
@@ -329,7 +335,7 @@ class HipMemory:
         self.artifact.release_weights()
 
     def _slot(self, held: ExitStack) -> tuple[int, object]:
-        """(pinned memory for a chunk, event after its last copy)."""
+        """(address of pinned memory for a chunk, event that follows the last copy from it)."""
         staging = int(self.hip("hipHostMalloc", CHUNK, 0))
         held.callback(self.hip, "hipHostFree", staging)
         event = self.hip("hipEventCreateWithFlags", self.hip.names.hipEventDisableTiming)

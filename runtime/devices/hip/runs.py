@@ -1,9 +1,9 @@
-"""Runs of functions on a HIP stream, for a `RunQueue`.
+"""Runs of functions on a HIP stream: the hooks of a `RunQueue`.
 
-One stream orders everything on the GPU: a run reads what was copied for it, and the run after it takes its tokens from
-there. It does not order the host's memory. So the inputs of a run go through its slot of pinned memory: the host may
-write others as soon as the run is enqueued. Small results are copied to its slot, followed by an event: they can be
-read when a later run has overwritten them on the GPU.
+The stream orders all copies and launches on the GPU, so runs need no further synchronization there. It does not order
+accesses of the host. So each run has a slot of pinned memory. Its inputs are copied to the slot before they are copied
+to the GPU: the host can write the next inputs as soon as the run is enqueued. Its small results are copied to the slot,
+followed by an event: the host can read them even when a later run has overwritten them on the GPU.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,8 @@ from mlc_amd.runtime.errors import MachineError
 
 
 class _Slot:
-    """Pinned memory of a run. inputs: where they go through; results: arrays of small outputs; event: after the run."""
+    """The pinned memory of a run. inputs: address of the memory for its inputs (`through` of HipMemory); results:
+    {name: array} of small outputs; event: happens at the end of the run."""
 
     def __init__(self, hip: Hip, held: ExitStack, memory: HipMemory):
         self.memory, self.inputs = memory, host_block(hip, held, memory.written_bytes)
@@ -33,8 +34,8 @@ class _Slot:
 
 
 class HipRuns(RunHooks):
-    """functions: the manifest's entries; launches: of each function; graphs: of each, none where launches go one by
-    one; heads: see `RunQueue`. What it allocates is released when `held` closes."""
+    """functions: the manifest's entries. launches: {function: its launches}. graphs: {function: its graph}; empty if
+    launches are enqueued one by one. heads: see `RunQueue`. What it allocates is released when `held` closes."""
 
     def __init__(
         self,
@@ -51,22 +52,23 @@ class HipRuns(RunHooks):
         self.hip, self.stream, self.memory, self._carried = hip, stream, memory, carried
         self._functions, self._launches, self._graphs, self._heads = functions, launches, graphs, heads
         self._held = held.enter_context(ExitStack())
-        self._head_graphs: dict[str, object] = {}  # of what precedes the launches that read LATE inputs
+        self._head_graphs: dict[str, object] = {}  # graphs of the launches before those that read LATE inputs
         self._slots: list[_Slot] = []
-        self._results: Mapping[str, np.ndarray] = {}  # of the run that was waited for last
+        self._results: Mapping[str, np.ndarray] = {}  # small outputs of the run that was waited for last
 
     def read(self, name: str, rows: int) -> np.ndarray | None:
-        """An output of the run that was waited for last; None if it was not copied or another run came since."""
+        """The first rows of a small output of the run that was waited for last. None for other outputs, and after
+        `settle`."""
         return self._results[name][:rows] if name in self._results else None
 
     def prepare_late(self, name: str) -> None:
-        """Captures only work while nothing is enqueued."""
+        """See RunHooks. The graph is captured now, because captures work only while nothing is enqueued."""
         if self._graphs and name not in self._head_graphs:
             head = self._launches[name][: self._heads[name]]
             self._head_graphs[name] = capture(self.hip, self.stream, head, self._held)
 
     def prepare(self, run: QueuedRun) -> None:
-        self.hip("hipSetDevice", self.memory.gpu.index)  # another GPU may have been used since the run was asked for
+        self.hip("hipSetDevice", self.memory.gpu.index)  # this thread may have used another GPU since `_usable`
         self._allocate_slots()
         if run.late and not run.ahead:
             self.prepare_late(run.name)

@@ -1,9 +1,9 @@
-"""Vulkan's C interface through ctypes, as much as this runtime uses: structures, functions and enumerations.
+"""Vulkan's C interface through ctypes: those structures, functions and enumerations that this runtime uses.
 
-`open_loader` opens libvulkan.so.1, which every distribution has. Attributes of `Calls` are functions by Vulkan's names;
-a call that fails raises VulkanError with its name for the reason. ctypes instead of a package, because the packages for
-Vulkan are built for one Python version each. Every structure with sType and pNext is a `Chained`: `Name(next=other,
-field=..)` sets both and keeps `other` alive.
+`open_loader` opens libvulkan.so.1, which every distribution has. The attributes of a `Calls` are functions with
+Vulkan's names. A call that fails raises VulkanError with Vulkan's name of the error. Structures are made from the table
+_STRUCTURES. Each structure with sType and pNext is a `Chained`: `Name(next=other, field=..)` sets sType and pNext, and
+keeps `other` alive. (No package is used, because each of the packages for Vulkan is built for one version of Python.)
 """
 
 import ctypes
@@ -39,9 +39,9 @@ DEVICE_LOST = "VK_ERROR_DEVICE_LOST"
 DEVICE_TYPES = ("other", "integrated", "discrete", "virtual", "cpu")  # VkPhysicalDeviceType
 QUEUE_GRAPHICS, QUEUE_COMPUTE, QUEUE_TRANSFER = 1, 2, 4
 DEVICE_LOCAL, HOST_VISIBLE, HOST_COHERENT, HOST_CACHED = 1, 2, 4, 8  # VkMemoryPropertyFlagBits
-UNCACHED = 0x40 | 0x80  # the same: DEVICE_COHERENT_BIT_AMD, DEVICE_UNCACHED_BIT_AMD
+UNCACHED = 0x40 | 0x80  # also VkMemoryPropertyFlagBits: DEVICE_COHERENT_BIT_AMD, DEVICE_UNCACHED_BIT_AMD
 HEAP_DEVICE_LOCAL = 1
-USAGE = 0x1 | 0x2 | 0x20 | 0x20000  # of every buffer: TRANSFER_SRC, TRANSFER_DST, STORAGE_BUFFER, SHADER_DEVICE_ADDRESS
+USAGE = 0x1 | 0x2 | 0x20 | 0x20000  # all buffers: TRANSFER_SRC, TRANSFER_DST, STORAGE_BUFFER, SHADER_DEVICE_ADDRESS
 ALLOCATE_DEVICE_ADDRESS = 2
 HOST_ALLOCATION = 0x80  # VkExternalMemoryHandleTypeFlagBits
 STAGE_COMPUTE = 0x20  # VkShaderStageFlagBits
@@ -67,15 +67,15 @@ def version_text(number: int) -> str:
     return f"{number >> 22 & 127}.{number >> 12 & 1023}.{number & 4095}"
 
 
-# ---- structures: "name: type field, type*count field, ..", or "name sType: .." of those with sType and pNext
+# ---- structures: "name: type field, type*count field, ..", or "name sType: .." for those that begin with sType, pNext
 
 _TYPES: dict[str, Any] = {
-    "u32": ctypes.c_uint32,  # also flags, enumerations and VkBool32
+    "u32": ctypes.c_uint32,  # also for flags, enumerations and VkBool32
     "i32": ctypes.c_int32,
-    "u64": ctypes.c_uint64,  # also VkDeviceSize and handles of all but instances, devices, queues and command buffers
+    "u64": ctypes.c_uint64,  # also for VkDeviceSize, and handles but of instances, devices, queues and command buffers
     "f32": ctypes.c_float,
     "size": ctypes.c_size_t,
-    "ptr": ctypes.c_void_p,  # also the other handles
+    "ptr": ctypes.c_void_p,  # also for handles of instances, devices, queues and command buffers
     "str": ctypes.c_char_p,
     "char": ctypes.c_char,
     "u8": ctypes.c_uint8,
@@ -89,10 +89,10 @@ class Chained(ctypes.Structure):
 
     def __init__(self, next=None, **values):
         super().__init__(sType=self.stype, pNext=None if next is None else ctypes.addressof(next), **values)
-        self.next = next  # Python's own attribute: the structure lives as long as this one
+        self.next = next  # a Python attribute, which keeps the next structure alive as long as this one
 
 
-# Of the features of VkPhysicalDeviceFeatures2 (CoreFeatures) only two matter here.
+# Fields whose names begin with _ are not used, such as most features of VkPhysicalDeviceFeatures2 (CoreFeatures).
 _STRUCTURES = """
 Limits: u32*8 _0, u32 maxPushConstantsSize, u32 maxMemoryAllocationCount, u32 _1, u64*2 _2, u32*38 _3, u32
   maxComputeSharedMemorySize, u32*3 maxComputeWorkGroupCount, u32 maxComputeWorkGroupInvocations, u32*3
@@ -164,14 +164,14 @@ RequiredSubgroupSize 1000225001: u32 size
 
 
 def _entries(text: str) -> Iterator[tuple[str, str]]:
-    """What is before and after the colons of a table; the further lines of an entry are indented."""
+    """(text before the colon, text after it) of each entry of a table. Continuation lines of an entry are indented."""
     for entry in text.strip().replace("\n  ", " ").split("\n"):
         head, _, rest = entry.partition(": ")
         yield head, rest
 
 
 def _define(head: str, items: str) -> None:
-    """Makes an entry of the table above an attribute of this module."""
+    """Makes a structure of an entry of _STRUCTURES, as an attribute of this module."""
     name, _, stype = head.partition(" ")
     fields = [("sType", ctypes.c_uint32), ("pNext", ctypes.c_void_p)] if stype else []
     for item in items.split(","):
@@ -191,11 +191,11 @@ if TYPE_CHECKING:
 
 
 def names_of(structure: Any) -> list[str]:
-    """The fields of a `Chained` that are its own."""
+    """The names of the fields of a `Chained` but sType and pNext."""
     return [name for name, *_ in structure._fields_[2:]]
 
 
-# ---- functions by their arguments; * before a result that is not a VkResult
+# ---- functions, grouped by types: "*result argument ..: names"; without *result the function returns a VkResult
 
 
 def _functions(text: str) -> dict[str, str]:
@@ -248,7 +248,7 @@ ptr u64 u32 u32 size ptr u64 u32: vkGetQueryPoolResults
 
 
 class VulkanError(RuntimeError):
-    """A call failed; `code` is Vulkan's name for the reason, such as "VK_ERROR_DEVICE_LOST"."""
+    """A call failed. call: the function's name; code: Vulkan's name of the error, such as "VK_ERROR_DEVICE_LOST"."""
 
     def __init__(self, call: str, code: str):
         super().__init__(f"{call} failed: {code}")
@@ -265,7 +265,8 @@ def _checked(name: str):
 
 
 class Calls:
-    """Functions as attributes. `lookup(name)` returns the address of one; VulkanError for a missing one."""
+    """The functions of a table, as attributes. `lookup(name)` returns a function's address. Raises VulkanError if a
+    function does not exist."""
 
     def __init__(self, lookup, table: dict[str, str]):
         for name, text in table.items():
@@ -285,7 +286,7 @@ class Calls:
 
 
 def listed(call, kind: Any, *arguments) -> list:
-    """The items of an enumerating function, which is called for their number first."""
+    """All items of an enumerating function. It is called twice: for the number of items, then for the items."""
     count = ctypes.c_uint32()
     call(*arguments, ctypes.byref(count), None)
     whole = kind * count.value
@@ -295,7 +296,7 @@ def listed(call, kind: Any, *arguments) -> list:
 
 
 def create(call, *arguments, kind: Any = ctypes.c_uint64) -> int:
-    """The handle that a function such as vkCreate.. returns through its last argument."""
+    """Calls a function such as vkCreate.., and returns the handle that it writes to its last argument."""
     handle = kind()
     call(*arguments, ctypes.byref(handle))
     return handle.value
@@ -306,7 +307,8 @@ def strings(texts) -> ctypes.Array:
 
 
 def open_loader():
-    """(vkGetInstanceProcAddr, the functions that need no instance). UserError when the machine has no Vulkan loader."""
+    """(vkGetInstanceProcAddr, `Calls` of the functions that need no instance). Raises UserError if the machine has no
+    Vulkan loader."""
     try:
         library = ctypes.CDLL(LIBRARY)
     except OSError as e:

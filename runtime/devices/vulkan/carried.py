@@ -1,7 +1,7 @@
-"""What functions take over from other GPUs, and hand over to them: bytes of the arena, which this GPU copies from and
-to memory of the host. Only GPUs that share a model have any (runtime/devices/staged.py, tensor.py).
+"""Copies activations between this GPU's arena and the host memory (`Handover`) through which GPUs that share a model
+exchange them (runtime/devices/staged.py, tensor.py). Other devices copy nothing.
 
-Where a GPU has queues for copies, they copy what is large, so that another run may compute meanwhile."""
+Large copies go to separate queues where the GPU has them, so that another run can compute at the same time."""
 
 import ctypes
 from collections.abc import Mapping, Sequence
@@ -13,33 +13,34 @@ from mlc_amd.runtime.devices.vulkan.memory import MemoryBlock, VulkanMemory
 
 
 class Carried:
-    """Of the functions of a manifest; arena: where their launches find what they receive. parts: of the `Handover`s
-    before and after this stage, which the next run uses."""
+    """The copies of the functions of a manifest. arena: the block of the arena. parts: the parts of the `Handover`s
+    before and after this GPU that the next run uses."""
 
     def __init__(self, context: Context, memory: VulkanMemory, arena: MemoryBlock, functions: Mapping[str, Mapping]):
         self._context, self._memory, self._arena, self._functions = context, memory, arena, functions
         self._blocks: dict[str, list[MemoryBlock]] = {"receives": [], "sends": []}
         self._copies: dict[tuple[str, str, int], list[ctypes.Structure]] = {}
-        self._kept: list[ctypes.Structure] = []  # what arrays of submissions refer to
-        self._semaphores: dict[tuple[str, int], int] = {}  # between queues, by direction and part
+        self._kept: list[ctypes.Structure] = []  # submissions that arrays refer to, which must stay alive
+        self._semaphores: dict[tuple[str, int], int] = {}  # (direction, part): semaphore between two queues
         self.parts: tuple[int, int] = (0, 0)
 
     def connect(self, before: Handover | None, after: Handover | None) -> None:
         for key, one in (("receives", before), ("sends", after)):
             if one:
-                self._context.held.callback(lambda used: None, one)  # it lives longer than the blocks
+                self._context.held.callback(lambda used: None, one)  # keeps it alive longer than the imported blocks
                 self._blocks[key] = [self._memory.imported(address, one.nbytes) for address in one.addresses]
 
     def received(self, name: str) -> list[ctypes.Structure]:
-        """What to submit before a function's launches."""
+        """The submissions before a function's launches: they copy what it receives."""
         return self._copied(name, "receives", self.parts[0])
 
     def sent(self, name: str) -> list[ctypes.Structure]:
-        """What to submit after them."""
+        """The submissions after a function's launches: they copy what it sends."""
         return self._copied(name, "sends", self.parts[1])
 
     def around(self, name: str, launches: ctypes.Structure) -> list[tuple[int, ctypes.Array]]:
-        """All of a run, for `enqueue_together`: what it receives, its launches (a submission), what it sends."""
+        """A whole run, for `Context.enqueue_together`: the copies that it receives, its launches (a submission), and
+        the copies that it sends."""
         function, context = self._functions[name], self._context
         found: list[tuple[int, ctypes.Array]] = []
         main, waits, signals = {"receives": [], "sends": []}, [], []
@@ -76,7 +77,7 @@ class Carried:
         return self._copies[name, key, part]
 
     def _own(self, name: str) -> list[ctypes.Structure]:
-        """What this GPU itself sent, to where it belongs among what it received."""
+        """The copy, within the arena, of the part that this GPU computed itself to its place among those received."""
         if "own" not in (function := self._functions[name]):
             return []
         source, target, count = function["own"]

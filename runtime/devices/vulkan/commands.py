@@ -1,7 +1,8 @@
-"""Records launches: each function of the plan becomes one command buffer, recorded once and replayed.
+"""Records launches and copies into a command buffer.
 
-Barriers are recorded only at hazards: a launch reads or writes what an earlier one wrote, or writes what one reads.
-Hazards are detected by address ranges; `CommandRecorder` keeps those accessed since the last barrier.
+In: launches with the address ranges that they read and write. Out: a submission, which may be submitted any number of
+times. A barrier is recorded only at a hazard: before a launch that reads or writes a range that was written since the
+last barrier, or that writes a range that was read since.
 """
 
 import ctypes
@@ -19,17 +20,17 @@ class VulkanLaunch:
     kernel: str
     pipeline: int
     grid: tuple[int, ...]
-    push: ctypes.Array  # its push constants
-    spans: tuple[tuple[int, int, bool], ...]  # (first byte, end, whether the kernel writes there) of its arguments
-    symbol: str = ""  # of its kernel's module
-    base: tuple[int, ...] | None = None  # the first workgroup, which pipelines for parts of a grid allow
+    push: ctypes.Array  # push constants: the addresses of the arguments, or of a table of them
+    spans: tuple[tuple[int, int, bool], ...]  # (address, end, whether the kernel writes it) of each argument
+    symbol: str = ""  # name of the kernel's module
+    base: tuple[int, ...] | None = None  # the first workgroup; needs a pipeline of `BasedPipelines`
 
 
 def prepare(
     kernel: str, pipeline: int, step: dict, spans: Sequence[tuple[int, int]], table: int | None = None
 ) -> VulkanLaunch:
-    """The launch of a step, as the manifest describes it. spans: (first byte, end) of its arguments; table: where their
-    addresses are, if they do not fit the push constants."""
+    """The dispatch of an entry of the manifest's `steps`. spans: (address, end) of each argument. table: the address of
+    a table of the arguments' addresses, for kernels with more arguments than push constants can hold."""
     begins = [begin for begin, _ in spans] if table is None else [table]
     touched = tuple((begin, end, place in step["writes"]) for place, (begin, end) in enumerate(spans))
     push = (ctypes.c_uint64 * len(begins))(*begins)
@@ -37,13 +38,13 @@ def prepare(
 
 
 class Hazards:
-    """The memory read and written since the last barrier."""
+    """The address ranges that were read and written since the last barrier."""
 
     def __init__(self):
         self._spans: list[tuple[int, int, bool]] = []
 
     def clash(self, spans) -> bool:
-        """Whether a launch with these arguments must wait for those before it."""
+        """Whether a launch with these spans needs a barrier before it."""
         return any(
             (writes or wrote) and begin < other_end and other < end
             for begin, end, writes in spans
@@ -58,8 +59,9 @@ class Hazards:
 
 
 class CommandRecorder:
-    """Records into one command buffer. queries: (a pool of timestamps, the first one, their number); two are written
-    for each launch: at the end of those before it, and at its own. queue: another one than that which computes."""
+    """Records one command buffer. layout: of the pipelines. queries: (query pool, first query, number of queries) for
+    two timestamps around each launch: at the end of the launches before it, and at its own end. queue: by default the
+    queue that computes."""
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class CommandRecorder:
         self.context.calls.vkBeginCommandBuffer(self.commands, ctypes.byref(api.BeginInfo()))
         if self.queries is not None:
             self.context.calls.vkCmdResetQueryPool(self.commands, *self.queries)
-        self.barrier()  # the run before may still write its results
+        self.barrier()  # launches of an earlier submission may still be writing
 
     def barrier(self) -> None:
         self._hazards.clear()
@@ -111,7 +113,7 @@ class CommandRecorder:
             self._stamps += 1
 
     def copy(self, source, source_at: int, target, target_at: int, nbytes: int) -> None:
-        """Between blocks, ordered with the launches like one of them."""
+        """Records a copy of bytes between two blocks. Barriers order it with launches as if it were one."""
         first, copied = source.address + source_at, target.address + target_at
         spans = [(first, first + nbytes, False), (copied, copied + nbytes, True)]
         if self._hazards.clash(spans):
@@ -121,8 +123,8 @@ class CommandRecorder:
         self.context.calls.vkCmdCopyBuffer(self.commands, source.buffer, target.buffer, 1, ctypes.byref(region))
 
     def end(self, waits: Sequence[int] = (), signals: Sequence[int] = ()) -> ctypes.Structure:
-        """Ends recording; makes copies visible to the host. Returns the submission of what is recorded. waits, signals:
-        semaphores before and after it."""
+        """Ends the recording, with a barrier that makes copies visible to the host. Returns the submission. waits,
+        signals: the semaphores for which it waits, and which it signals."""
         self.context.barrier(self.commands, (self._work, api.HOST), (self._writes, api.HOST_READ))
         self.context.calls.vkEndCommandBuffer(self.commands)
         return self.context.submission(self.commands, waits, signals)

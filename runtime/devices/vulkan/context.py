@@ -1,5 +1,5 @@
-"""A logical device: one queue, its fences and its command buffers, on one of an Instance's GPUs. All objects are
-registered with `held` and destroyed in reverse order when that closes."""
+"""A logical device on one of an Instance's GPUs: its queues, fences and command buffers. All objects are registered
+with the ExitStack `held`, and destroyed in reverse order when it closes."""
 
 import ctypes
 import time
@@ -13,22 +13,22 @@ from mlc_amd.runtime.devices.vulkan.gpu import BUDGET, FEATURES, HOST_MEMORY, In
 from mlc_amd.runtime.devices.vulkan.reconvergence import MODES
 from mlc_amd.runtime.errors import UserError
 
-# Features that are enabled where available. Extensions come with the structures in gpu.FEATURES.
+# The features that are enabled if the GPU has them; their extensions are in gpu.FEATURES.
 ENABLED = {
     "shaderInt64", "shaderInt16", "storageBuffer16BitAccess", "storageBuffer8BitAccess", "shaderFloat16", "shaderInt8",
     "bufferDeviceAddress", "vulkanMemoryModel", "vulkanMemoryModelDeviceScope", "shaderIntegerDotProduct",
     "subgroupSizeControl",
     "computeFullSubgroups", "cooperativeMatrix", "deviceCoherentMemory", *MODES,
 }  # fmt: skip
-AHEAD = 2  # pending submissions with a fence, at most
-SLICE = 10**9  # ns of one wait: Ctrl-C is noticed between them
-# Seconds that the host polls before it sleeps. Waking up takes 50 to 150 us, a large part of a fast GPU's token; where
-# GPU and CPU share a power budget, polling would slow the GPU down.
+AHEAD = 2  # upper limit of the pending submissions with a fence
+SLICE = 10**9  # ns of one wait; Python handles Ctrl-C between two waits
+# Seconds for which the host polls before it sleeps. Waking up takes 50 to 150 us, a large part of the time of a token
+# on a fast GPU. A unified GPU shares its power budget with the CPU, so polling would slow it down.
 POLL, POLL_UNIFIED = 0.01, 0.0
 
 
 class Queue(NamedTuple):
-    """handle; pool: of its command buffers; work: the stages that it knows."""
+    """A queue. pool: its command pool; work: the pipeline stages that it has (VkPipelineStageFlags)."""
 
     handle: int
     pool: int
@@ -36,10 +36,13 @@ class Queue(NamedTuple):
 
 
 class Context:
-    """calls: Vulkan's functions of this device; device, queue, pool: handles; gpu: its description; family: the index
-    of the queue's family; clock_bits: valid bits of its timestamps, 0 without any; copies: queues for copies to the GPU
-    and from it, beside what computes, if they are asked for and there are such; sharing: of buffers that all queues
-    use. `calls` and handles are for the thread that made it, except where Vulkan allows several."""
+    """A logical device. copies (argument): whether to open two more queues, for copies at the same time as kernels.
+
+    calls: the device's functions. device, queue, pool: handles. gpu: its description. family: index of the queue family
+    that computes. clock_bits: valid bits of timestamps, 0 if there are none. copies: the queues for copies to the GPU
+    and from it; empty without such. sharing: fields of BufferInfo for buffers that several queue families use.
+
+    Only the thread that made it may use it, but where Vulkan allows several threads."""
 
     def __init__(self, instance: Instance, gpu: VulkanGpu, held: ExitStack, copies: bool = False):
         self.instance, self.gpu, self.held = instance, gpu, held
@@ -64,13 +67,13 @@ class Context:
 
     def _queue(self, family: int, number: int) -> Queue:
         handle = api.create(self.calls.vkGetDeviceQueue, self.device, family, number, kind=ctypes.c_void_p)
-        # RESET_COMMAND_BUFFER: those for uploads are recorded again and again
+        # RESET_COMMAND_BUFFER: the command buffers for uploads are recorded again for each upload
         pool = self.create("vkCreateCommandPool", api.CommandPoolInfo(flags=2, family=family))
         work = api.COMPUTE | api.TRANSFER if family == self.family else api.TRANSFER
         return Queue(handle, self.own("vkDestroyCommandPool", pool), work)
 
     def _open(self, counts: Mapping[int, int]) -> None:
-        """counts: of queues, by family."""
+        """Creates the device. counts: {queue family: number of queues}. Raises UserError if the driver refuses."""
         gpu = self.gpu
         features = self.instance.features(self.physical, offered(FEATURES, gpu.api, gpu.extensions))
         for part in features:
@@ -108,22 +111,22 @@ class Context:
         return api.create(getattr(self.calls, name), self.device, ctypes.byref(info), None)
 
     def own(self, release: str, handle: int) -> int:
-        """`handle`, to be destroyed with the function `release` at the end."""
+        """Registers an object to be destroyed with the function `release`. Returns its handle."""
         self.held.callback(getattr(self.calls, release), self.device, handle, None)
         return handle
 
     def command_buffer(self, queue: Queue | None = None) -> int:
-        """A new command buffer for a queue, that which computes by default; it is freed with the pool."""
+        """A new command buffer for a queue, by default the one that computes. It is freed with the queue's pool."""
         info = api.CommandBufferInfo(pool=queue.pool if queue else self.pool, level=0, count=1)
         return api.create(self.calls.vkAllocateCommandBuffers, self.device, ctypes.byref(info), kind=ctypes.c_void_p)
 
     def semaphore(self) -> int:
-        """One that a queue signals, and another one waits for each time."""
+        """A new binary semaphore: each time one queue signals it, another queue must wait for it."""
         return self.own("vkDestroySemaphore", self.create("vkCreateSemaphore", api.SemaphoreInfo()))
 
     def submission(self, commands: int, waits: Sequence[int] = (), signals: Sequence[int] = ()) -> ctypes.Structure:
-        """The argument of vkQueueSubmit for one command buffer; may be used any number of times. waits, signals:
-        semaphores before and after it."""
+        """The argument of vkQueueSubmit for a command buffer. It may be submitted any number of times. waits, signals:
+        the semaphores for which it waits, and which it signals."""
         handles = (ctypes.c_void_p * 1)(commands)
         before, after = ((ctypes.c_uint64 * len(ones))(*ones) for ones in (waits, signals))
         stages = (ctypes.c_uint32 * len(waits))(*[api.ALL_COMMANDS] * len(waits))
@@ -146,21 +149,22 @@ class Context:
 
     @property
     def busy(self) -> bool:
-        """Whether something was submitted and not waited for."""
+        """Whether there are submissions that nobody has waited for."""
         return bool(self._running) or self._unfenced
 
     def submit(self, *submissions: ctypes.Structure) -> None:
-        """Starts command buffers, in order, when all those before are done."""
+        """Waits until the device is idle, then starts submissions, in order."""
         self.settle()
         self.enqueue(*submissions)
 
     def enqueue(self, *submissions: ctypes.Structure) -> None:
-        """The same after what runs, for which `wait` is to be called first. At most AHEAD calls may be pending."""
+        """Starts submissions after those that are running, without waiting. Each call needs a `wait` of its own, in the
+        same order. At most AHEAD calls may be pending."""
         self.enqueue_together([(self.queue, together(submissions))])
 
     def enqueue_together(self, parts: Sequence[tuple[int, ctypes.Array]]) -> None:
-        """The same of arrays, which may be used any number of times: (queue, what to submit to it), ordered by
-        semaphores. `wait` waits for the last."""
+        """`enqueue` for several queues. parts: (queue, array of submissions to it), which semaphores order. One `wait`
+        waits for the last of them. The arrays may be used any number of times."""
         *before, (queue, last) = parts
         for handle, submissions in before:
             self.calls.vkQueueSubmit(handle, len(submissions), submissions, 0)
@@ -169,7 +173,8 @@ class Context:
         self._unfenced = False
 
     def enqueue_unfenced(self, *submissions: ctypes.Structure) -> None:
-        """Starts command buffers after what runs; a wait for the following `enqueue`, or `settle`, includes these."""
+        """Starts submissions after those that are running. They have no `wait`: that of the next `enqueue`, or
+        `settle`, waits for them, too."""
         self._unfenced = True
         self.calls.vkQueueSubmit(self.queue, len(submissions), together(submissions), 0)
 
@@ -182,17 +187,17 @@ class Context:
                 self._release()
 
     def _release(self) -> None:
-        """The oldest fence may be used again."""
+        """Frees the oldest fence for another submission."""
         fence = self._running.popleft()
         self.calls.vkResetFences(self.device, 1, fence)
         self._free.append(fence)
 
     def done(self) -> bool:
-        """Whether the oldest of what was submitted and not waited for is done."""
+        """Whether the oldest pending `enqueue` is done."""
         return self.calls.vkWaitForFences(self.device, 1, self._running[0], 1, 0) != api.TIMEOUT
 
     def wait(self) -> None:
-        """Waits for the oldest of what was submitted and not waited for, if there is any."""
+        """Waits for the oldest pending `enqueue`, if there is one."""
         if not self._running:
             return
         calls, device, fence = self.calls, self.device, self._running[0]
@@ -203,12 +208,12 @@ class Context:
         self._release()
 
     def run(self, submission: ctypes.Structure) -> None:
-        """Submits it and waits."""
+        """Submits `submission` and waits for it."""
         self.submit(submission)
         self.wait()
 
     def idle_first(self) -> None:
-        """Nothing that is held so far is released before the GPU is idle."""
+        """When `held` closes, waits for the GPU before it releases what is registered so far."""
         self.held.callback(_idle, self.calls, self.device)
 
     def once(self, record) -> None:
@@ -225,18 +230,19 @@ class Context:
                 self.release(submission)
 
     def barrier(self, commands: int, stages: tuple[int, int], access: tuple[int, int]) -> None:
-        """Memory barrier in a command buffer: later work at stages[1] waits for and sees that of stages[0]."""
+        """Records a memory barrier: later commands in stages[1] wait for earlier ones in stages[0]; access[1] sees what
+        access[0] wrote."""
         one = api.MemoryBarrier(source=access[0], destination=access[1])
         self.calls.vkCmdPipelineBarrier(commands, *stages, 0, 1, ctypes.byref(one), 0, None, 0, None)
 
 
 def together(submissions: Sequence[ctypes.Structure]) -> ctypes.Array:
-    """One argument of vkQueueSubmit for all of them, which must live longer."""
+    """The submissions as one array for vkQueueSubmit. They must outlive the array."""
     return (api.SubmitInfo * len(submissions))(*submissions)
 
 
 def _idle(calls: api.Calls, device: int) -> None:
-    """Waits until the device is idle, as a lost one is."""
+    """Waits until the device is idle. A lost device counts as idle."""
     try:
         calls.vkDeviceWaitIdle(device)
     except api.VulkanError as e:

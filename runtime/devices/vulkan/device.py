@@ -1,7 +1,8 @@
-"""The vulkan device: runs the SPIR-V kernels of an artifact (dist/README.md) on a GPU with a Vulkan driver.
+"""The device of target vulkan: runs the SPIR-V kernels of an artifact (dist/README.md) on a GPU with a Vulkan driver.
 
-Each function of the plan is recorded at load and submitted for every run (replays.py). GPUs that work in the host's
-memory get the weights there, once; others may leave experts there (n_cpu_moe).
+Each function of the plan is recorded when the model is loaded, and submitted for every run (replays.py). On a unified
+GPU (it works in the host's memory) there is one copy of the weights. On other GPUs, experts may stay in host memory
+(n_cpu_moe).
 """
 
 import logging
@@ -50,8 +51,9 @@ log = logging.getLogger("mlc_amd")
 
 
 class _Usable:
-    """Around what uses a device: UserError for errors that make it unusable, which close it. No generator: that would
-    take longer than what is inside."""
+    """A context for code that uses the device. After an error of Vulkan the device is unusable: the context closes it,
+    and raises what `VulkanDevice.failure` returns. It is a class, because a generator's overhead would exceed the time
+    of the code inside."""
 
     def __init__(self, device: "VulkanDevice", doing: str):
         self._device, self._doing = device, doing
@@ -65,10 +67,10 @@ class _Usable:
 
 
 class VulkanDevice(QueuedDevice):
-    """See runtime/devices/__init__.py for the protocol. `threads` is for the cpu device only. index: number of
-    a GPU, or part of its name. n_cpu_moe: layers whose experts stay in host memory, where the GPU reads them across the
-    bus; ignored for GPUs that work in the host's memory. kv: size of the cache. UserError if this machine cannot run
-    the artifact.
+    """See runtime/devices/__init__.py for the protocol. threads: ignored, it is for target cpu. index: the number of a
+    GPU, or a part of its name. n_cpu_moe: the experts of so many first layers stay in host memory, where the GPU reads
+    them across the bus; ignored for unified GPUs. kv: the size of the KV cache. Raises UserError if this machine cannot
+    run the artifact.
     """
 
     kind = "vulkan"
@@ -83,8 +85,8 @@ class VulkanDevice(QueuedDevice):
     ):
         self.artifact, self.manifest = artifact, artifact.manifest
         self.kv_types = kv_types(artifact.manifest)
-        self.threads = 1  # host threads
-        self._held = ExitStack()  # Vulkan objects, destroyed in reverse order
+        self.threads = 1  # host threads that compute
+        self._held = ExitStack()  # owns all Vulkan objects, and destroys them in reverse order
         self.close = weakref.finalize(self, self._held.close)  # also at interpreter exit
         self._n_cpu_moe, self._kv_size = n_cpu_moe, kv
         self._boxes: dict[str, tuple[int, int]] = {}
@@ -93,7 +95,7 @@ class VulkanDevice(QueuedDevice):
             self._allocate()
             self._upload()
             self.clear()
-            if not self.manifest.get("inline"):  # else once there are boxes
+            if not self.manifest.get("inline"):  # otherwise `exchange_through` records, as launches need its addresses
                 self._record()
             self.context.idle_first()
         except (api.VulkanError, OutOfMemory) as e:
@@ -120,12 +122,12 @@ class VulkanDevice(QueuedDevice):
         self._build(needs[self.code_arch])
 
     def _module(self, step: dict) -> tuple[bytes, tuple[int, ...]]:
-        """(SPIR-V, block) of a launch's kernel."""
+        """(SPIR-V, size of the workgroup) of a launch's kernel."""
         offset, nbytes = step["code"]
         return self._code[offset : offset + nbytes], tuple(step["block"])
 
     def _build(self, needs: dict) -> None:
-        """The pipelines of all kernels."""
+        """Makes the pipelines of all kernels. needs: of the artifact's profile, as in the manifest."""
         self._code = (self.artifact.path / self.manifest["libraries"][self.code_arch]).read_bytes()
         modules = {step["symbol"]: self._module(step) for kernel in self._kernels.values() for step in kernel["steps"]}
         builder = Pipelines(self.context, needs["push_constants"], needs["subgroup_size"])
@@ -172,18 +174,19 @@ class VulkanDevice(QueuedDevice):
         self.kv_types = kv_types(manifest, self._kv_size.pages(manifest, memory.left(), memory.limit))
         self._kv_bytes = {name: byte_count(dtype, shape) for name, (shape, dtype) in self.kv_types.items()}
         self._kv, self._kv_blocks = memory.spread(self._kv_bytes, "device")
-        # Stale NaN would spread from unused rows.
+        # Zeroed because a NaN in uninitialized memory would spread from unused rows to results.
         memory.fill([self._arena, self._scratch, *self.io.blocks])
 
     def _scratch_bytes(self, function: dict) -> int:
-        """RING times the largest scratch memory of the kernels of a function."""
+        """The bytes of scratch memory of a function: RING times the largest amount that one of its kernels needs, so
+        that RING kernels can run at the same time."""
         sizes = [self._kernels[call["kernel"]]["scratch"] for call in function["launches"]]
         needs = (places(dict(enumerate(buffers)), api.FOREVER)[1][0] for buffers in sizes)
         return RING * max(needs, default=0)
 
     def _upload(self) -> None:
-        """Reads the weights, to where kernels find them if that is mapped; else through staging memory, one chunk while
-        the GPU copies the one before."""
+        """Loads the weights. Blocks that are mapped are read in place. Others are filled through staging memory: the
+        host reads a chunk while the GPU copies the chunk before."""
         weights, in_place = self.artifact.weights, []
         for one, first, last in chunks(self._ranges):
             block, offset = self._weights[one]
@@ -208,7 +211,7 @@ class VulkanDevice(QueuedDevice):
         self._queue = RunQueue(self._replays, self.pacer, heads)
 
     def _bind(self, function: dict) -> list[VulkanLaunch]:
-        """Every launch of a function, in order."""
+        """All launches of a function, in order."""
         launches, ring, ring_end = [], 0, self._scratch_bytes(function)
         tables: list[tuple[VulkanLaunch, list[int]]] = []
         for call in function["launches"]:
@@ -235,7 +238,8 @@ class VulkanDevice(QueuedDevice):
         return prepare(kernel, self._pipelines[step["symbol"]], step, spans, 0 if step["table"] else None)
 
     def _write_tables(self, tables: list[tuple[VulkanLaunch, list[int]]]) -> None:
-        """Addresses that do not fit the push constants, in one block."""
+        """Writes the tables of arguments' addresses of kernels with many arguments, all in one block. tables: (launch,
+        addresses)."""
         if not tables:
             return
         sizes = {i: 8 * len(addresses) for i, (_, addresses) in enumerate(tables)}
@@ -248,7 +252,7 @@ class VulkanDevice(QueuedDevice):
         self.memory.put(block, 0, content)
 
     def _span(self, arg: list, function: dict) -> tuple[int, int]:
-        """(address, end) of an argument of the plan; dist/README.md lists the kinds."""
+        """(address, end) of an argument of a call in the plan; dist/README.md lists the kinds of arguments."""
         kind, where = arg[0], arg[1]
         if kind == "box":
             return self._boxes[where]
@@ -279,7 +283,7 @@ class VulkanDevice(QueuedDevice):
             self.context.idle_first()
 
     def exchange_through(self, boxes: Mapping[str, int]) -> Iterator[None]:
-        """See the protocol. Computes nothing."""
+        """See the protocol. It starts no step: the iterator is empty."""
         with self._usable("loading the model"):
             self._boxes = {name: (address, address + 1) for name, address in boxes.items()}
             self._record()
@@ -304,7 +308,7 @@ class VulkanDevice(QueuedDevice):
         return page_parts(self.manifest, span)
 
     def _page_places(self, span: int, pages: Sequence[int]) -> list[BlockPart]:
-        """Where these pages are."""
+        """The parts of the KV cache's blocks that these pages consist of, page by page."""
         parts = [(*self._kv[name], count) for name, count in self.page_parts(span)]
         return [(block, offset + page * count, count) for page in pages for block, offset, count in parts]
 
@@ -324,7 +328,7 @@ class VulkanDevice(QueuedDevice):
             return self.memory.shared(count * nbytes).reshape(count, nbytes)
 
     def time(self, function: str, meanwhile: Callable[[], None] | None = None) -> list[tuple[str, float, float]]:
-        """See `Replays.time`. UserError without timestamps."""
+        """See `Replays.time`. Raises UserError if the driver has no timestamps."""
         self._alive()
         if not self.context.clock_bits:
             raise UserError(f"{self.gpu.name} cannot time kernels: its driver has no timestamps for compute queues")
@@ -333,7 +337,7 @@ class VulkanDevice(QueuedDevice):
             return self._replays.time(function, meanwhile)
 
     def copy_bandwidth(self) -> float:
-        """Bytes per second, reads plus writes, of a copy kernel; 0.0 without timestamps or enough memory."""
+        """See the protocol: that of the artifact's copy kernel. 0.0 without timestamps, or without enough memory."""
         self._alive()
         if not self.context.clock_bits:
             return 0.0
@@ -352,7 +356,8 @@ class VulkanDevice(QueuedDevice):
             raise MachineError(CLOSED)
 
     def failure(self, error: api.VulkanError | OutOfMemory, doing: str) -> Exception:
-        """The exception to raise for an error after which the device is unusable; closes it."""
+        """Closes the device after an error that makes it unusable. Returns the exception to raise: a MachineError if
+        the user can do something about it, otherwise the error itself. doing: for the message."""
         message = None
         if isinstance(error, OutOfMemory):
             message = self._out_of_memory(error.nbytes, error.kind)
@@ -368,7 +373,7 @@ class VulkanDevice(QueuedDevice):
         return MachineError(message) if message else error
 
     def _out_of_memory(self, wanted: int, kind: str) -> str:
-        """The error message for an allocation of `wanted` bytes of a kind that failed."""
+        """The message for a failed allocation of `wanted` bytes of memory of a kind."""
         limit, needs = self.memory.limit, replace(of_manifest(self.manifest), kv=kv_bytes(self.kv_types))
         needs = needs.in_host_memory() if self.gpu.unified else needs
         if wanted > limit:

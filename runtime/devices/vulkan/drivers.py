@@ -1,7 +1,7 @@
-"""The Vulkan drivers that are installed, and why one of them does not start; Vulkan's loader ignores it silently.
+"""Finds the installed Vulkan drivers that do not start, and why. Vulkan's loader ignores such drivers silently.
 
-A driver is a library that a manifest names (Vulkan-Loader's docs/LoaderDriverInterface.md). Its functions are called
-directly here, without the loader, so that the call that fails is known.
+A driver is a shared library, named by a manifest: a JSON file (Vulkan-Loader's docs/LoaderDriverInterface.md). This
+module calls the library directly, without the loader, and so knows which call fails.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from typing import Any
 
 from mlc_amd.runtime.devices.vulkan import api
 
-FORCING = ("VK_DRIVER_FILES", "VK_ICD_FILENAMES")  # the only drivers to use; the loader takes the first that is set
+FORCING = ("VK_DRIVER_FILES", "VK_ICD_FILENAMES")  # list the only drivers to use; the loader uses the first that is set
 ADDING = "VK_ADD_DRIVER_FILES"
 _INTERFACE = 5  # version of the interface between loader and driver
 _CALLS = ("vkEnumeratePhysicalDevices", "vkDestroyInstance")
@@ -26,16 +26,16 @@ class Failure:
     """Why a driver does not start."""
 
     manifest: str
-    library: str  # named there, "" if unreadable
+    library: str  # the library that the manifest names, "" if the manifest is unreadable
     reason: str
-    missing: str = ""  # the shared library that was not found, "" for other reasons
+    missing: str = ""  # the shared library that the driver needs and that was not found, "" for other reasons
 
     def __str__(self) -> str:
         return f"the Vulkan driver of {self.manifest} does not start: {self.reason}"
 
 
 def manifests(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """The manifests that the loader reads; those of environment variables may not exist."""
+    """The manifests that the loader reads. Those that environment variables name may not exist."""
     forced = next((environment[name] for name in FORCING if environment.get(name)), None)
     if forced:
         return _listed(forced)
@@ -49,7 +49,7 @@ def manifests(environment: Mapping[str, str] = os.environ) -> list[Path]:
 
 
 def _listed(value: str) -> list[Path]:
-    """The manifests of a variable, which names files and folders."""
+    """The manifests that the value of a variable names: files, and all manifests in folders."""
     found = []
     for path in (Path(part) for part in value.split(os.pathsep) if part):
         found += sorted(path.glob("*.json")) if path.is_dir() else [path]
@@ -62,7 +62,8 @@ def failures() -> list[Failure]:
 
 
 def failure(manifest: Path) -> Failure | None:
-    """Loads the driver of a manifest and lists its devices; None when that works, or for another architecture."""
+    """Loads the driver of a manifest and lists its devices. Returns None if this works, and for a driver of another CPU
+    architecture."""
     try:
         described = json.loads(manifest.read_text())["ICD"]
         library = str(described["library_path"])
@@ -90,7 +91,8 @@ def failure(manifest: Path) -> Failure | None:
 
 
 def _start(driver: ctypes.CDLL) -> None:
-    """Creates an instance and lists its devices. AttributeError: it is no driver; VulkanError: a call fails."""
+    """Creates an instance and lists its devices. Raises AttributeError if the library is not a driver, VulkanError if a
+    call fails."""
     lookup = driver.vk_icdGetInstanceProcAddr
     lookup.restype, lookup.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p]
     if hasattr(driver, "vk_icdNegotiateLoaderICDInterfaceVersion"):

@@ -1,5 +1,6 @@
-"""Whether a driver distributes a cooperative matrix's components over the lanes of a subgroup as kernels rely on
-(runtime/matrix_lanes.py). Artifacts with such kernels have one that writes the distribution, `fragment_probe`."""
+"""Checks how a driver distributes the components of a cooperative matrix over the lanes of a subgroup. Vulkan leaves
+this to drivers, but some kernels assume a known distribution (runtime/matrix_lanes.py). Artifacts with such kernels
+also have the kernel `fragment_probe`, which writes the actual distribution."""
 
 import math
 from contextlib import ExitStack
@@ -23,9 +24,9 @@ def known_order(
     step: dict,
     module: tuple[bytes, tuple[int, ...]],
 ) -> bool:
-    """Whether the driver of a GPU distributes matrices as `is_known` says. kind: what kernels are for, None for one
-    that is not known; needs: of their profile; step: of `fragment_probe`, as in the manifest; module: (SPIR-V,
-    block)."""
+    """Runs `fragment_probe` on a GPU. Returns whether its driver distributes matrices as kernels assume. kind: the kind
+    of device that the kernels were compiled for, None if unknown. needs: of the profile, as in the manifest. step: the
+    launch of `fragment_probe`, as in the manifest. module: (SPIR-V, size of the workgroup)."""
     if kind is None or kind.lane_unit not in DISTRIBUTIONS:
         return False
     with ExitStack() as held:
@@ -50,8 +51,9 @@ def known_order(
 
 
 def is_known(kind: DeviceKind, a: np.ndarray, b: np.ndarray, sums: np.ndarray) -> bool:
-    """a, b: of each lane how many components it has, and for each row * k + column of A and row * n + column of B.
-    sums [m, n]: lane * components + component."""
+    """Whether this is the distribution that the kernels of a kind assume. a, b: int [lanes, 1 + components]: a lane's
+    number of components, then the index of each: row * k + column of A, row * n + column of B. sums: int [m, n], for
+    each element of the result lane * components + component."""
     (_, n, k), expected = kind.lane_matrix, DISTRIBUTIONS[kind.lane_unit]
     count = expected.b_column.shape[1]
     (a_row, a_column), (b_row, b_column) = divmod(a[:, 1:], k), divmod(b[:, 1:], n)

@@ -18,7 +18,7 @@ from mlc_amd.runtime.devices.vulkan.profile import profile_of
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import join_group
 
-# Structures of features: the version of Vulkan that includes them, and the extension for earlier ones.
+# Structure of features: (version of Vulkan that includes it or None, extension that has it in earlier versions).
 FEATURES = {
     api.Storage16Features: (api.version(1, 1), "VK_KHR_16bit_storage"),
     api.Storage8Features: (api.version(1, 2), "VK_KHR_8bit_storage"),
@@ -32,7 +32,7 @@ FEATURES = {
     api.UniformFlowFeatures: (None, "VK_KHR_shader_subgroup_uniform_control_flow"),
     api.ReconvergenceFeatures: (None, "VK_KHR_shader_maximal_reconvergence"),
 }
-# The same for structures of properties.
+# The same table for structures of properties.
 PROPERTIES = {
     api.SubgroupProperties: (api.version(1, 1), ""),
     api.Maintenance3Properties: (api.version(1, 1), ""),
@@ -43,8 +43,8 @@ PROPERTIES = {
     api.PciProperties: (None, "VK_EXT_pci_bus_info"),
 }
 BUDGET, HOST_MEMORY = "VK_EXT_memory_budget", "VK_EXT_external_memory_host"
-OLDEST = api.version(1, 1)  # physical devices below have none of the structures above
-RANK = {"discrete": 0, "integrated": 1, "virtual": 2, "other": 3, "cpu": 4}  # which type of device is tried first
+OLDEST = api.version(1, 1)  # older devices have none of these structures, and are ignored
+RANK = {"discrete": 0, "integrated": 1, "virtual": 2, "other": 3, "cpu": 4}  # order of preference of device types
 NO_DRIVER = (
     "no Vulkan driver is installed: install mesa-vulkan-drivers (Debian, Ubuntu, Fedora) or vulkan-radeon (Arch) for "
     "AMD GPUs, "
@@ -54,7 +54,8 @@ NO_DRIVER = (
 
 @dataclass(frozen=True)
 class Heap:
-    """Memory of one kind, in bytes. free: to this process; `size` where the driver does not report it."""
+    """A memory heap. size, free: bytes. free: what this process may still allocate; `size` if the driver does not
+    report it."""
 
     size: int
     free: int
@@ -75,39 +76,41 @@ class VulkanGpu:
     driver_id: int
     driver_version: int
     api: int
-    features: frozenset[str]  # names of Vulkan's features that it has, of those that kernels may need
+    features: frozenset[str]  # the features of FEATURES that it has, by Vulkan's names
     extensions: frozenset[str]
-    # shared_memory, threads, push_constants (bytes, invocations, bytes), groups (most of a launch, x, y, z),
-    # allocation, buffer (most bytes of one), allocations (most of them), non_coherent (bytes), tick (ns of a timestamp)
+    # Upper limits: shared_memory (bytes of LDS of a workgroup), threads (invocations of a workgroup), push_constants
+    # (bytes), groups (workgroups of a launch in x, y, z), allocation and buffer (bytes of one), allocations (their
+    # number). non_coherent: nonCoherentAtomSize in bytes. tick: ns of a unit of timestamps.
     limits: dict
-    subgroup: tuple[int, int, int]  # (default, smallest, largest) size
-    full: bool  # whether a size can be required
-    subgroup_operations: int
-    dot: bool
-    matrices: tuple[tuple, ...]  # ((m, n, k), types of a, b, c and the result) of cooperative matrices of a subgroup
+    subgroup: tuple[int, int, int]  # subgroup (wave) sizes: (default, smallest, largest)
+    full: bool  # whether a compute pipeline can require a subgroup size
+    subgroup_operations: int  # VkSubgroupFeatureFlags
+    dot: bool  # whether signed 4x8-bit dot products are accelerated
+    matrices: tuple[tuple, ...]  # ((m, n, k), (types of A, B, C, result)) of subgroup-scope cooperative matrices
     heaps: tuple[Heap, ...]
     memory: tuple[tuple[int, int], ...]  # (property flags, heap) of each memory type
-    queue: tuple[int, int] | None  # (family, valid bits of its timestamps)
-    copy_queues: tuple[tuple[int, int], ...]  # (family, number) of two beside that one, none without
+    queue: tuple[int, int] | None  # (family, valid bits of its timestamps) of the queue that computes
+    copy_queues: tuple[tuple[int, int], ...]  # (family, index in it) of two more queues for copies; () without such
     cache_uuid: bytes = field(repr=False)
 
     @property
     def unified(self) -> bool:
-        """Its memory is the host's. Of a type that does not say so (a virtual machine's), where all heaps are local:
-        across a bus there is one of the host's besides."""
+        """Whether its memory is the host's. The device type tells, but for virtual machines' devices: these are unified
+        if all heaps are device-local, because a GPU behind a bus also has a heap of host memory."""
         if self.type in ("virtual", "other"):
             return all(heap.device_local for heap in self.heaps)
         return self.type in ("integrated", "cpu")
 
     @property
     def float16_matrices(self) -> list[tuple[int, int, int]]:
-        """(m, n, k) of its cooperative matrices of float16 with float32 sums."""
+        """(m, n, k) of its cooperative matrices with float16 A and B and float32 C and result."""
         return [shape for shape, types in self.matrices if types == ("float16", "float16", "float32", "float32")]
 
 
 class Instance(Closing):
-    """Vulkan, open: `gpus`, and for each of them `handles`. A context manager; `close` may be called twice. UserError
-    when there is no loader, no driver or no device."""
+    """An open Vulkan instance. gpus: its devices; handles: by `VulkanGpu.index`, the handle of each physical device. It
+    is a context manager; `close` may be called twice. Raises UserError if there is no loader, no driver or no
+    device."""
 
     def __init__(self):
         get, library = api.open_loader()
@@ -138,14 +141,15 @@ class Instance(Closing):
         self._held.close()
 
     def features(self, handle: int, structures) -> list[ctypes.Structure]:
-        """The features of a physical device: CoreFeatures, then one of each of `structures`, chained."""
+        """The features of a physical device, as chained structures: CoreFeatures, then those of `structures`."""
         chain = _chain(structures)
         core = api.CoreFeatures(next=chain[0] if chain else None)
         self.calls.vkGetPhysicalDeviceFeatures2(handle, ctypes.byref(core))
         return [core, *chain]
 
     def budget(self, handle: int, budget: bool) -> tuple[Any, list[int]]:
-        """A device's memory, and the bytes of each heap that this process may still take."""
+        """(memory properties of a device, bytes of each heap that this process may still allocate). budget: whether the
+        device has the extension BUDGET; without it, the sizes of heaps are returned."""
         extra = api.MemoryBudget()
         found = api.MemoryProperties2(next=extra if budget else None)
         self.calls.vkGetPhysicalDeviceMemoryProperties2(handle, ctypes.byref(found))
@@ -244,14 +248,16 @@ class Instance(Closing):
 
 
 def _queue(families: list[tuple[int, Any]]) -> tuple[int, int] | None:
-    """The family that computes, preferably without graphics: long kernels would block the desktop."""
+    """(family, valid bits of timestamps) of the queue family for computing: one with timestamps, and without graphics
+    if possible, as long kernels on a graphics queue would block the desktop."""
     usable = [(i, family) for i, family in families if family.queueFlags & api.QUEUE_COMPUTE]
     usable.sort(key=lambda item: (item[1].timestampValidBits == 0, item[1].queueFlags & api.QUEUE_GRAPHICS))
     return (usable[0][0], usable[0][1].timestampValidBits) if usable else None
 
 
 def _copy_queues(families: list[tuple[int, Any]], computes: int) -> tuple[tuple[int, int], ...]:
-    """Two queues of a family that only copies, by engines of its own; else of the one that computes."""
+    """(family, index) of two queues for copies: of a family that only copies (it uses the GPU's copy engines),
+    otherwise of the family that computes. () if there are none."""
     engines = api.QUEUE_COMPUTE | api.QUEUE_GRAPHICS
     for i, family in families:
         if family.queueFlags & (engines | api.QUEUE_TRANSFER) == api.QUEUE_TRANSFER and family.queueCount > 1:
@@ -261,13 +267,13 @@ def _copy_queues(families: list[tuple[int, Any]], computes: int) -> tuple[tuple[
 
 
 def offered(table: dict, version: int, extensions: Collection[str]) -> list[type]:
-    """The structures of a table that a device has. version: of Vulkan."""
+    """The structures of a table (FEATURES, PROPERTIES) that a device supports. version: the device's Vulkan version."""
     found = table.items()
     return [kind for kind, (since, name) in found if (since is not None and version >= since) or name in extensions]
 
 
 def _pci(facts: dict[str, int]) -> str:
-    """The address of PciProperties; "" without."""
+    """The PCI address from the fields of PciProperties; "" without these."""
     names = ("pciDomain", "pciBus", "pciDevice", "pciFunction")
     return "{:04x}:{:02x}:{:02x}.{:x}".format(*(facts[name] for name in names)) if names[0] in facts else ""
 
@@ -281,13 +287,13 @@ def _chain(kinds) -> list[ctypes.Structure]:
 
 
 def _no_driver() -> str:
-    """The error message for a loader that finds no driver which starts."""
+    """The message if no driver starts."""
     failed = drivers.failures()
     return f"{failed[0]}; see `mlc-amd doctor`" if failed else NO_DRIVER
 
 
 def _no_device(nodes: Path = Path("/dev/dri")) -> str:
-    """The error message for drivers that find no device."""
+    """The message if drivers start, but find no device."""
     blocked = [node for node in sorted(nodes.glob("renderD*")) if not os.access(node, os.R_OK | os.W_OK)]
     if blocked:
         return f"no Vulkan device: no permission on {blocked[0]}; {join_group(blocked[0])}"
@@ -300,7 +306,7 @@ def _no_device(nodes: Path = Path("/dev/dri")) -> str:
 
 
 def list_gpus() -> list[VulkanGpu]:
-    """The devices that Vulkan reports. UserError when there is no loader, no driver or no device."""
+    """The devices that Vulkan reports. Raises UserError if there is no loader, no driver or no device."""
     with Instance() as instance:
         return instance.gpus
 
@@ -309,7 +315,8 @@ def list_gpus() -> list[VulkanGpu]:
 
 
 def missing(gpu: VulkanGpu, needs: dict) -> list[str]:
-    """What `gpu` lacks for kernels with these needs (Profile.needs in the manifest); empty if they run."""
+    """What a GPU lacks to run kernels with these needs (`Profile.needs`, in the manifest), as phrases for a message;
+    empty if it can run them."""
     lacks = [name for name in needs["features"] if name not in gpu.features]
     size = needs["subgroup_size"]
     if size and not (gpu.full and gpu.subgroup[1] <= size <= gpu.subgroup[2]):
@@ -327,7 +334,8 @@ def missing(gpu: VulkanGpu, needs: dict) -> list[str]:
 
 
 def preferred(gpus: list[VulkanGpu], wanted: str | None = None) -> list[VulkanGpu]:
-    """Those that the user selects, the best first. wanted: as in `choice.selected`. UserError when there is none."""
+    """The GPUs that the user selects, the best first. wanted: see `choice.selected`. Raises UserError if there are
+    none."""
     order = sorted(
         gpus, key=lambda gpu: (RANK[gpu.type], -sum(heap.size for heap in gpu.heaps if heap.device_local), gpu.index)
     )
@@ -335,8 +343,9 @@ def preferred(gpus: list[VulkanGpu], wanted: str | None = None) -> list[VulkanGp
 
 
 def choose(gpus: list[VulkanGpu], needs: dict[str, dict], wanted: str | None = None) -> tuple[VulkanGpu, str]:
-    """The GPU and the profile of an artifact to run there. needs: of each profile of the artifact, in the order of
-    preference; wanted: as in `preferred`. UserError when no GPU meets them."""
+    """(GPU, profile of the artifact to run on it). needs: {profile: needs} of the artifact, the preferred profile
+    first.
+    wanted: see `preferred`. Raises UserError if no GPU can run any of the profiles."""
     order = preferred(gpus, wanted)
     for gpu in order:
         for profile, needed in needs.items():
@@ -351,5 +360,6 @@ def choose(gpus: list[VulkanGpu], needs: dict[str, dict], wanted: str | None = N
 
 
 def profile_here(wanted: str | None = None) -> str:
-    """`profile_of` the GPU that would run a model compiled now; wanted: as in `preferred`. UserError without one."""
+    """`profile_of` the GPU on which a model would run if it were compiled now. wanted: see `preferred`. Raises
+    UserError if there is no GPU."""
     return profile_of(preferred(list_gpus(), wanted)[0])

@@ -1,9 +1,12 @@
-"""The io buffers of a Vulkan device: where kernels find them, and how they get there from the host and back.
+"""The io buffers of a Vulkan device: their memory, and the copies between host and GPU.
 
-In: a manifest's `io`. Out: `Io`. Kernels read what describes a step in the memory that the host writes, unless that is
-across the bus: then each run of a function copies it first, but what is kept for many steps only when it changed. Each
-run copies small results and features to memory that the host reads fast; of other ones, `read` copies the requested
-rows.
+In: a manifest's `io`. Out: `Io`. There are three kinds of io buffers:
+
+- inputs of each step: kernels read them in the memory that the host writes if this is device memory; otherwise each run
+  first copies them to device memory.
+- tables, which are kept for many steps (`is_kept`): likewise, but they are copied only after the host has written them.
+- results: each run copies small ones, and features of images, to memory that the host reads fast. Of large ones, `read`
+  copies the requested rows.
 """
 
 import ctypes
@@ -19,12 +22,13 @@ from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.memory import MemoryBlock, VulkanMemory
 
-# bytes of an output, at most, that every run of a function copies to the host; ENCODED, which callers want, of any size
+# Bytes: outputs up to this size are copied to the host by every run, and ENCODED, as callers always read it.
 RECORDED = 2 << 20
 
 
 class _Inputs:
-    """Memory that the host writes for a run: `block` for what each step has, `tables` for what is kept for many."""
+    """The memory that the host writes for the runs of a slot. block: for the inputs of each step; tables: for tables.
+    The arguments `inputs` and `tables` are {name: bytes}; entries: the manifest's `io`."""
 
     def __init__(self, memory: VulkanMemory, inputs: dict[str, int], tables: dict[str, int], entries: Mapping):
         self.places, (self.block,) = memory.spread(inputs, "input")
@@ -34,14 +38,14 @@ class _Inputs:
             name: self.tables.view(offset, entries[name]["dtype"], entries[name]["shape"])
             for name, (_, offset) in self.table_places.items()
         }
-        self.stale = True  # the host has written inputs since they were put here
-        # tables whose first rows the host has written since they were put here, and how many
+        self.stale = True  # whether the host has written inputs since the last `put`
+        # {table: number of first rows that the host has written since the last `put`}
         self.dirty = {name: entries[name]["shape"][0] for name in tables if name not in PATCHES}
-        # what copies the first rows of tables to where kernels find them
+        # {(table, rows): submission that copies the first rows to the memory that kernels read}
         self.renew: dict[tuple[str, int], ctypes.Structure] = {}
 
     def put(self, inputs: np.ndarray, tables: Mapping[str, np.ndarray]) -> None:
-        """What the host has written."""
+        """Copies what the host has written since the last call to this memory."""
         if self.stale:
             self.bytes[:] = inputs
             self.stale = False
@@ -51,7 +55,8 @@ class _Inputs:
 
 
 class _Outputs:
-    """Memory that a run copies results to, as the host reads them. at: where in `block` each is; views: as arrays."""
+    """The memory to which the runs of a slot copy results for the host. at: {name: offset in `block`}; views: {name:
+    array}. sizes: {name: bytes}."""
 
     def __init__(self, memory: VulkanMemory, sizes: dict[str, int], entries: Mapping):
         places, (self.block,) = memory.spread(sizes, "output")
@@ -61,13 +66,15 @@ class _Outputs:
 
 
 class Io:
-    """places: name -> (block, offset) of each buffer, for kernels. blocks: those that must be zeroed before use.
-    copies: whether what the host writes is copied for kernels.
+    """The io buffers. places: {name: (block, offset)}, the memory that kernels use. blocks: the blocks that must be
+    zeroed before use. copies: whether inputs are copied to the memory that kernels read.
 
-    What the host writes is kept here, and put into memory that the GPU reads when a run is submitted; only PATCHES go
-    there at once, which no run in progress reads. Runs that start while another one is in progress have a *slot* of
-    memory for their inputs and chosen tokens (run_queue.py), from and to which they copy them. Their other outputs stay
-    on the GPU until they are read. `slot` is None for other runs.
+    `write` writes to arrays of the host. When a run is submitted, they are put into memory that the GPU reads. Only
+    PATCHES are written there directly: no run in progress reads them.
+
+    A run that starts while another one is in progress has a *slot* (run_queue.py): memory for its inputs, from which it
+    copies them, and for its chosen tokens, to which it copies these. Its other outputs stay on the GPU until they are
+    read. `slot` is None for all other runs.
     """
 
     def __init__(self, context: Context, memory: VulkanMemory, entries: Mapping[str, Mapping]):
@@ -89,7 +96,7 @@ class Io:
             **{name: (self._input_copy or block, offset) for name, (block, offset) in own.places.items()},
             **{name: (table_copy or block, offset) for name, (block, offset) in own.table_places.items()},
         }
-        self._written = np.zeros(own.block.nbytes, np.uint8)  # all inputs
+        self._written = np.zeros(own.block.nbytes, np.uint8)  # all inputs, as the host has written them
         self._host = {name: own.views[name] for name in self._table_sizes if name in PATCHES}
         for array in self._host.values():
             array[...] = 0
@@ -99,15 +106,16 @@ class Io:
             written = self._written[offset : offset + sizes[name]]
             self._host[name] = written.view(entries[name]["dtype"]).reshape(entries[name]["shape"])
         self._outputs: dict[int | None, _Outputs] = {None: _Outputs(memory, self._output_sizes, entries)}  # by slot
-        self._stale: dict[str, int] = {}  # tables of which kernels have an old copy, and of how many first rows
-        self._rows: dict[str, int] = {}  # of outputs that the host has
+        self._stale: dict[str, int] = {}  # {table: number of first rows that are old in the memory that kernels read}
+        self._rows: dict[str, int] = {}  # {output: number of first rows that the host has}
         self._read_from = self._outputs[None]
-        self._copied: dict[tuple[int, bool], dict[str, int]] = {}  # of `_recorded`
+        self._copied: dict[tuple[int, bool], dict[str, int]] = {}  # results of `_recorded`
         own.put(self._written, self._host)
         self.blocks = [block for block in (self._results, self._input_copy, table_copy) if block]
 
     def _renewal(self, inputs: _Inputs, name: str, rows: int) -> ctypes.Structure:
-        """What copies the first rows of a table; some more, so that few different ones are recorded."""
+        """The submission that copies the first rows of a table to the memory that kernels read. The number of rows is
+        rounded up to a power of two, so that few different submissions are recorded."""
         rows = min(1 << (rows - 1).bit_length(), self.entries[name]["shape"][0])
         if (name, rows) not in inputs.renew:
             copy = self._copy(*inputs.table_places[name], *self.places[name], self._row_bytes(name, rows))
@@ -115,7 +123,7 @@ class Io:
         return inputs.renew[name, rows]
 
     def byte_count(self, name: str, function: Mapping) -> int:
-        """Bytes of the rows of a buffer that a function uses."""
+        """The bytes of those rows of a buffer that a function uses."""
         used: dict[str, int] = {"tokens": function["rows"], "rows": function["rows"]}
         used |= dict.fromkeys(RESULTS, function["logits"])
         return self._row_bytes(name, used[name] if name in used else self.entries[name]["shape"][0])
@@ -135,7 +143,8 @@ class Io:
     # ---- parts of a function's command buffer
 
     def record_inputs(self, recorder: CommandRecorder, function: Mapping, slot: int | None) -> None:
-        """With a slot, tokens are those that the run before of the function has sampled."""
+        """Records the copies of inputs at the beginning of a run. With a slot, the tokens are copied from those that
+        the run before has sampled."""
         inputs = self._inputs[slot]
         if slot is None:
             if self._input_copy:
@@ -150,7 +159,8 @@ class Io:
         recorder.copy(sampled, offset, target, begin, self.byte_count("sampled", function))
 
     def record_late(self, recorder: CommandRecorder, function: Mapping, slot: int | None) -> None:
-        """Of LATE inputs, the rows that a function uses, where `record_inputs` and `before` came too early."""
+        """Records the copies of LATE inputs, the rows that a function uses. `record_inputs` and `before` are too early
+        for these."""
         if slot is None and not self.copies:
             return
         inputs = self._inputs[slot]
@@ -165,8 +175,8 @@ class Io:
             recorder.copy(block, offset, target.block, target.at[name], self.byte_count(name, function))
 
     def _recorded(self, function: Mapping, target: _Outputs) -> Mapping[str, int]:
-        """Outputs that a run of a function copies there, with their rows."""
-        key = id(function), target is self._outputs[None]  # a function of the manifest, which this device keeps
+        """{output: rows} that a run of the function copies to `target`."""
+        key = id(function), target is self._outputs[None]  # the id is unique: the manifest keeps all functions alive
         if key not in self._copied:
             made = results_of(function)
             found = {name: self.byte_count(name, function) for name in target.at if name in made}
@@ -194,8 +204,8 @@ class Io:
             self._stale[name] = max(self._stale.get(name, 1), rows)
 
     def before(self, slot: int | None = None) -> list[ctypes.Structure]:
-        """Puts what the host has written into memory of a run, which is not in progress. Returns what is to be
-        submitted before it: copies of tables to where kernels read them."""
+        """Puts inputs and tables into the memory of a slot, whose last run is done. Returns the submissions that must
+        precede the next run: they copy changed tables to the memory that kernels read."""
         inputs = self._inputs[slot]
         inputs.put(self._written, self._host)
         if not self._stale:
@@ -206,13 +216,15 @@ class Io:
         return found
 
     def late(self, slot: int | None = None) -> None:
-        """Puts LATE inputs, written since `before`, into memory, for what `record_late` recorded."""
+        """Puts LATE inputs, which were written since `before`, into the memory from which the commands of `record_late`
+        copy them."""
         self._inputs[slot].put(self._written, self._host)
         for name in LATE:
             self._stale.pop(name, None)
 
     def add_slots(self) -> None:
-        """Allocates memory of the slots, once: not for encoders of images, which do not run ahead. OutOfMemory."""
+        """Allocates the memory of the slots, at the first call. They have no PATCHES, as image encoders do not run
+        ahead. Raises OutOfMemory."""
         tables = {name: size for name, size in self._table_sizes.items() if name not in PATCHES}
         for slot in range(len(self._inputs) - 1, SLOTS):
             inputs = _Inputs(self.memory, self._input_sizes, tables, self.entries)
@@ -221,12 +233,12 @@ class Io:
             self._inputs[slot] = inputs
 
     def finished(self, function: Mapping, slot: int | None = None) -> None:
-        """A run is done: `read` returns its outputs."""
+        """To be called when a run is done: `read` then returns its outputs."""
         self._read_from = self._outputs[slot]
         self._rows = dict(self._recorded(function, self._read_from))
 
     def read(self, name: str, rows: int) -> np.ndarray:
-        """The first rows of a buffer, once the run is done; valid until the next one."""
+        """The first rows of a buffer, of the run for which `finished` was called last. Valid until the next run."""
         if name not in RESULTS:
             return self._host[name][:rows]
         target = self._read_from if name in self._read_from.at else self._outputs[None]

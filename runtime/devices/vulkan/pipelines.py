@@ -1,8 +1,7 @@
-"""SPIR-V -> compute pipelines, several at a time, with the driver's own cache on disk.
+"""Builds compute pipelines of SPIR-V modules, several at a time, and keeps the driver's pipeline cache on disk.
 
-Kernels have no descriptors: their arguments are addresses in push constants, so one pipeline layout serves all. The
-cache lies in `$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`), one file per driver version; if it is damaged,
-the pipelines are built without it.
+Kernels have no descriptors: their arguments are addresses in push constants, so all pipelines share one layout. The
+cache is one file for each driver version, in `$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`). A damaged file is ignored.
 """
 
 import contextlib
@@ -21,16 +20,17 @@ from mlc_amd.runtime.devices.vulkan.reconvergence import reconverging
 from mlc_amd.runtime.folders import cache_directory
 from mlc_amd.runtime.host import available_threads
 
-THREADS = 8  # more do not help: drivers serialize on a lock
-DIGEST = 32  # bytes of the SHA-256 at the beginning of a cache file: drivers do not check its content
+THREADS = 8  # more threads do not help: drivers hold a lock during parts of the compilation
+DIGEST = 32  # bytes of the SHA-256 at the beginning of a cache file; drivers do not check the content themselves
 
 log = logging.getLogger("mlc_amd")
 
-_Key = TypeVar("_Key", bound=Hashable)  # of a kernel, of the caller
+_Key = TypeVar("_Key", bound=Hashable)  # by which a caller identifies a kernel
 
 
 class Pipelines:
-    """layout: of all pipelines. push: bytes of push constants; subgroup: size that kernels require, 0: any."""
+    """Builds pipelines with a common layout. push: bytes of push constants. subgroup: the subgroup size that kernels
+    require, 0 for any."""
 
     def __init__(self, context: Context, push: int, subgroup: int):
         self.context, self.subgroup = context, subgroup
@@ -41,14 +41,14 @@ class Pipelines:
     def build(
         self, kernels: dict[_Key, tuple[bytes, tuple[int, ...]]], file: Path | None = None, based: bool = False
     ) -> dict[_Key, int]:
-        """{key: pipeline} of {key: (SPIR-V, block)}. file: of the cache, None: without; based: launches may begin with
-        any workgroup. VulkanError if the driver refuses one."""
+        """{key: pipeline}. kernels: {key: (SPIR-V, size of the workgroup)}. file: of the cache, None for no cache.
+        based: whether launches may begin at any workgroup. Raises VulkanError if the driver refuses a kernel."""
         known = _read(file) if file else b""
         buffer = ctypes.create_string_buffer(known, len(known))
         info = api.CacheInfo(initialSize=len(known), initialData=ctypes.addressof(buffer) if known else None)
         cache = self.context.create("vkCreatePipelineCache", info)
         try:
-            with ThreadPoolExecutor(min(THREADS, available_threads())) as threads:  # waits for all, also if one fails
+            with ThreadPoolExecutor(min(THREADS, available_threads())) as threads:  # waits for all, even if one fails
                 jobs = {key: threads.submit(self._pipeline, cache, *kernel, based) for key, kernel in kernels.items()}
             built = {key: job.result() for key, job in jobs.items()}
             data = self._data(cache)
@@ -64,7 +64,7 @@ class Pipelines:
         words = ctypes.create_string_buffer(code, len(code))
         info = api.ShaderInfo(codeSize=len(code), code=ctypes.addressof(words))
         module = self.context.create("vkCreateShaderModule", info)
-        # Then lanes are consecutive in x, and no subgroup of a workgroup is partly empty.
+        # With full subgroups, the lanes of a subgroup are consecutive in x, and all of them are in use.
         full = self.subgroup and block[0] % self.subgroup == 0 and "computeFullSubgroups" in self.context.gpu.features
         size = api.RequiredSubgroupSize(size=self.subgroup) if self.subgroup else None
         full_flags = api.REQUIRE_FULL_SUBGROUPS if full else 0
@@ -86,8 +86,8 @@ class Pipelines:
 
 
 class BasedPipelines:
-    """Pipelines of kernels whose launches may begin with any workgroup, each built at its first use. modules: (SPIR-V,
-    block) by symbol; file: of the driver's cache."""
+    """Pipelines for launches that may begin at any workgroup, by symbol. Each is built at its first use. modules:
+    {symbol: (SPIR-V, size of the workgroup)}. file: of the pipeline cache."""
 
     def __init__(self, builder: Pipelines, modules: Mapping[str, tuple[bytes, tuple[int, ...]]], file: Path):
         self._builder, self._modules, self._file = builder, modules, file
@@ -107,7 +107,7 @@ def cache_file(gpu) -> Path:
 
 
 def _read(file: Path) -> bytes:
-    """The driver's data; empty if there is none or it is damaged."""
+    """The driver's data in a cache file; empty if the file does not exist or is damaged."""
     try:
         content = file.read_bytes()
     except OSError:

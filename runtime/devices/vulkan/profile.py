@@ -1,5 +1,5 @@
-"""The profile to compile for: a VulkanGpu -> a name of schedules/gpu/base/profiles.py, with the changes for its driver.
-It follows from vendor, driver, names and the features that the driver reports; the compiler is not needed."""
+"""Chooses the profile to compile for. In: a VulkanGpu. Out: the name of a profile (schedules/gpu/base/profiles.py),
+with changes for the GPU's driver, such as "rdna3:dot=none". It depends on vendor, device, driver and features."""
 
 import re
 
@@ -40,12 +40,12 @@ def profile_of(gpu) -> str:
 
 
 def without_lanes(name: str) -> str:
-    """A profile, changed to one whose kernels rely on no lanes of matrices."""
+    """The name of a profile, changed so that kernels do not depend on how matrices are distributed over lanes."""
     return f"{name}{'+' if ':' in name else ':'}lane_matrix=none"
 
 
 def _base(gpu) -> DeviceKind:
-    """The profile without changes."""
+    """The kind of device that a GPU is; its name is that of the profile without changes."""
     name = "generic"
     if gpu.driver_id == LLVMPIPE:
         name = "lavapipe"
@@ -55,7 +55,7 @@ def _base(gpu) -> DeviceKind:
         code = re.search(r"RADV ([A-Z0-9_]+)", gpu.name)
         known = (kind for kind in DEVICE_KINDS.values() if kind.chips)
         by_code = next((kind.name for kind in known if code and re.match(kind.chips, code[1])), None)
-        # Without a code name (AMD's own driver): matrices came with RDNA3, waves of 32 with RDNA.
+        # AMD's own driver reports no code name. RDNA3 and later have matrices, RDNA and later waves of 32 lanes.
         by_features = "rdna3" if gpu.matrices else "rdna2" if gpu.subgroup[1] <= 32 else "gfx90c"
         name = "vangogh" if gpu.device in VANGOGH else by_code or by_features
     return DEVICE_KINDS[name]

@@ -1,12 +1,15 @@
-"""Reconvergence: lanes of a subgroup that take different branches continue together where these join. Vulkan guarantees
-it only for modules that require it, which kernels do wherever lanes exchange values, or multiply matrices, after a
-branch."""
+"""Adds an execution mode for reconvergence to a SPIR-V module.
+
+Reconvergence: lanes of a subgroup that took different branches continue together where the branches join. Vulkan
+guarantees this only for modules with such an execution mode. Kernels depend on it wherever lanes exchange values, or
+multiply matrices, after a branch."""
 
 import struct
 from collections.abc import Collection
 
-# feature: (SPIR-V extension, execution mode), the better one first. Sources: SPV_KHR_maximal_reconvergence and
-# SPV_KHR_subgroup_uniform_control_flow, which guarantees it for branches that all lanes of the subgroup reach together.
+# {feature: (SPIR-V extension, execution mode)}, the better mode first. The second one guarantees reconvergence only
+# after branches that all lanes of the subgroup have reached together. Sources: the specifications of the two
+# extensions.
 MODES = {
     "shaderMaximalReconvergence": ("SPV_KHR_maximal_reconvergence", 6023),
     "shaderSubgroupUniformControlFlow": ("SPV_KHR_subgroup_uniform_control_flow", 4421),
@@ -16,7 +19,8 @@ _EXTENSION, _ENTRY_POINT, _EXECUTION_MODE, _CAPABILITY = 10, 15, 16, 17  # opcod
 
 
 def reconverging(code: bytes, features: Collection[str]) -> bytes:
-    """The module with that execution mode; unchanged if the device has no such feature, or without an entry point."""
+    """The SPIR-V module with the best execution mode that the device's features allow. It is unchanged if they allow
+    none, and without an entry point."""
     found = next((mode for feature, mode in MODES.items() if feature in features), None)
     if found is None:
         return code

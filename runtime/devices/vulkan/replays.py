@@ -1,9 +1,14 @@
-"""Runs of a plan's functions: command buffers that are recorded once and submitted for every run.
+"""Runs of a plan's functions: command buffers that are recorded once and submitted for every run. In: the launches of
+each function. Out: `Replays`, the hooks of a RunQueue.
 
-A Pacer decides what one submission may compute, usually the whole function. A longer step is recorded in pieces, each
-of which is submitted when the one before is done; the next long steps of the function use them again as long as the
-pacer does not change them. Where LATE inputs come later, what does not read them is a command buffer of its own; runs
-that start while another one is in progress have recordings of their own, too.
+A function may have several recordings:
+
+- the whole function, for most runs.
+- pieces, for long steps (pieces.py). A piece is submitted when the piece before is done. The recordings are used again
+  until the pacer changes the pieces.
+- two parts, for runs that start before their LATE inputs are written: the launches that do not read these, and the
+rest.
+- recordings with a slot (`Io`), for runs that start while another run is in progress.
 """
 
 import ctypes
@@ -23,8 +28,9 @@ from mlc_amd.runtime.devices.vulkan.pipelines import BasedPipelines
 
 
 class Replays(RunHooks):
-    """functions: the manifest's entries; plan: launches of each; heads: see `RunQueue`; layout: of all pipelines;
-    based: those for parts of a grid."""
+    """The recordings of a device. functions: the manifest's entries. plan: {function: its launches}. heads: see
+    `RunQueue`.
+    layout: of all pipelines. based: the pipelines for launches of a part of a grid."""
 
     def __init__(
         self,
@@ -41,13 +47,13 @@ class Replays(RunHooks):
         self.context, self.io, self.pacer, self.carried = context, io, pacer, carried
         self._functions, self._plan, self._heads = functions, plan, heads
         self._layout, self._based = layout, based
-        # of whole functions, by slot, and in two parts where LATE inputs come later
+        # (function, slot, whether in two parts for LATE inputs): one or two submissions
         self._whole: dict[tuple[str, int | None, bool], list[ctypes.Structure]] = {}
-        self._together: dict[tuple, list[tuple[int, ctypes.Array]]] = {}  # these with what is carried
+        self._together: dict[tuple, list[tuple[int, ctypes.Array]]] = {}  # the same with the copies of `Carried`
         for name in plan:
             self._record_whole(name, None, False)
-        self._cut: dict[str, tuple[tuple[WorkPiece, ...], list[ctypes.Structure]]] = {}  # of the last long step
-        self._timed: dict[str, tuple[tuple[WorkPiece, ...], list[ctypes.Structure], int]] = {}  # with the query pool
+        self._cut: dict[str, tuple[tuple[WorkPiece, ...], list[ctypes.Structure]]] = {}  # pieces of the last long step
+        self._timed: dict[str, tuple[tuple[WorkPiece, ...], list[ctypes.Structure], int]] = {}  # and the query pool
 
     # ---- hooks of the queue
 
@@ -61,7 +67,7 @@ class Replays(RunHooks):
         slot = run.slot if run.ahead else None
         first = self._record_whole(run.name, slot, run.late)[0]
         before = self.io.before(slot)
-        if run.late:  # no stage's run is
+        if run.late:  # never with several GPUs that carry data
             self.context.enqueue_unfenced(*before, first)
             return
         if before:
@@ -89,8 +95,8 @@ class Replays(RunHooks):
     # ---- runs with a wait
 
     def run(self, name: str, plain: bool) -> Iterator[None]:
-        """Runs a function, in the pacer's pieces if it is long, and pauses before each wait. plain: records it for this
-        run alone."""
+        """Runs a function, in pieces if it is long. The iterator pauses before each wait. plain: records the function
+        for this run alone."""
         pieces = self.pacer.pieces(name)
         submissions = self._record(name, pieces) if plain else self._recorded(name, pieces)
         yield from self._submit(name, pieces, submissions)
@@ -98,9 +104,9 @@ class Replays(RunHooks):
             self._release(submissions)
 
     def time(self, name: str, meanwhile: Callable[[], None] | None) -> list[tuple[str, float, float]]:
-        """Runs a function; (kernel, seconds, seconds since the end of the launch before) of each launch. A launch that
-        overlaps the one before counts from the end of that one; after a wait for a piece, the wait counts too.
-        meanwhile: is called once the GPU computes."""
+        """Runs a function. Returns (kernel, seconds, seconds since the end of the launch before) of each launch. The
+        time of a launch that overlaps the launch before starts at the end of that launch. A gap between two pieces
+        includes the host's wait. meanwhile: called once the GPU computes."""
         pieces = self.pacer.pieces(name)
         launches = [part.launch for piece in pieces for part in piece] or [*range(len(self._plan[name]))]
         if name not in self._timed or self._timed[name][0] != pieces:
@@ -115,7 +121,7 @@ class Replays(RunHooks):
         steps = [timing.seconds(self.context, before, after) for before, after in pairwise(stamps)]
         times: list[tuple[str, float, float]] = []
         for i, (launch, spent, gap) in enumerate(zip(launches, steps[::2], [0.0, *steps[1::2]], strict=True)):
-            if i and launches[i - 1] == launch:  # a further part of the same launch
+            if i and launches[i - 1] == launch:  # another part of the same launch
                 kernel, before, first = times[-1]
                 times[-1] = kernel, before + spent, first
             else:
@@ -137,12 +143,14 @@ class Replays(RunHooks):
             self.context.release(one)
 
     def _record(self, name: str, pieces: tuple[WorkPiece, ...], pool: int | None = None) -> list[ctypes.Structure]:
-        """What to submit for each piece, for the whole function without any. pool: of timestamps for all launches."""
+        """Records a submission for each piece, or one for the whole function if there are no pieces. pool: of
+        timestamps, two for each launch."""
         groups = [list(self._launches(name, piece)) for piece in pieces] or [self._plan[name]]
         return self._record_groups(name, groups, pool)
 
     def _record_whole(self, name: str, slot: int | None, late: bool) -> list[ctypes.Structure]:
-        """What to submit for a whole function; late: before LATE inputs are known, and then. slot: see `Io`."""
+        """The submissions for a whole function, recorded at the first call: one, or with `late` two, of which the
+        second reads LATE inputs. slot: see `Io`."""
         key = name, slot, late
         if key not in self._whole:
             launches, head = self._plan[name], self._heads[name]
@@ -158,7 +166,8 @@ class Replays(RunHooks):
         late: bool = False,
         slot: int | None = None,
     ) -> list[ctypes.Structure]:
-        """late: the last group reads inputs that the host writes after the start of the first. slot: see `Io`."""
+        """Records a submission for each group of launches. late: whether the host writes LATE inputs after the first
+        group has started. slot: see `Io`."""
         function = self._functions[name]
         found, stamps = [], 0
         for i, launches in enumerate(groups):
@@ -183,7 +192,7 @@ class Replays(RunHooks):
             yield launch if part.whole else self._some(launch, part)
 
     def _some(self, launch: VulkanLaunch, part: LaunchPart) -> VulkanLaunch:
-        """A part of a launch's workgroups."""
+        """A launch of some of a launch's workgroups."""
         axis = launch.grid.index(part.groups)
         base, grid = [0, 0, 0], list(launch.grid)
         base[axis], grid[axis] = part.first, part.end - part.first
@@ -192,9 +201,9 @@ class Replays(RunHooks):
     # ---- running
 
     def _submit(self, name: str, pieces: tuple[WorkPiece, ...], submissions: list[ctypes.Structure]) -> Iterator[None]:
-        """Pauses before each wait."""
+        """Submits each piece and waits for it. The iterator pauses before each wait."""
         before, last = [*self.io.before(), *self.carried.received(name)], len(submissions) - 1
-        after = self.carried.sent(name)  # before another run is told where its rows go
+        after = self.carried.sent(name)  # now, because `carried.parts` may change during the pauses
         for i, (piece, submission) in enumerate(zip(pieces or ((),), submissions, strict=True)):
             self.context.submit(*before, submission, *(after if i == last else ()))
             before = []

@@ -1,5 +1,4 @@
-"""Timestamps of a Vulkan GPU, which a CommandRecorder writes to a query pool, and the bandwidth of its memory measured
-with them."""
+"""Reads the timestamps that a CommandRecorder writes to a query pool, and measures the bandwidth of a GPU's memory."""
 
 import ctypes
 from contextlib import ExitStack
@@ -10,7 +9,7 @@ from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.memory import OutOfMemory, VulkanMemory
 from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines
 
-COPIES = 8  # measured repetitions of a copy; the fastest counts; one by a driver that runs on the CPU
+COPIES = 8  # repetitions of the copy, of which the fastest counts; one repetition on a driver that runs on the CPU
 
 
 def query_pool(context: Context, count: int) -> int:
@@ -26,13 +25,14 @@ def results(context: Context, pool: int, count: int) -> list[int]:
 
 
 def seconds(context: Context, begin: int, end: int) -> float:
-    """Between two timestamps."""
+    """The seconds between two timestamps, which may have wrapped around once."""
     return (end - begin & (1 << context.clock_bits) - 1) * context.gpu.limits["tick"] * 1e-9
 
 
 def copy_bandwidth(base: Context, nbytes: int, needs: dict, step: dict, module: tuple[bytes, tuple[int, ...]]) -> float:
-    """Bytes per second, reads plus writes, of a copy kernel on the GPU of `base`; 0.0 without enough memory. nbytes: of
-    a launch; needs: of the kernel's profile; step: as in the manifest; module: (SPIR-V, block)."""
+    """Bytes per second, reads plus writes, of a copy kernel on the GPU of `base`; 0.0 without enough memory. nbytes:
+    that a launch copies. needs: of the kernel's profile. step: the kernel's launch, as in the manifest. module:
+    (SPIR-V, size of the workgroup)."""
     with ExitStack() as held:
         context = Context(base.instance, base.gpu, held)
         memory = VulkanMemory(context)

@@ -1,8 +1,11 @@
-"""Attention on a GPU: the kernel for a few tokens (`attention_decode.py`) or for a chunk of tokens, with matrix units
-(`attention_prefill.py`, on Vulkan `attention_prefill_coop.py`, `attention_latent.py` of latent attention) where the
-arch has them, else without (`attention_prefill_dot.py`), as latent attention on AMD's own API.
+"""Attention on a GPU: chooses the modules that emit the launches of a kernel.
 
-Each of these modules has `emit`, which adds its launches to a kernel, and `space`, the plans that it may have.
+- single rows: `attention_decode.py`
+- a chunk, on AMD's matrix units: `attention_prefill.py`
+- a chunk, on cooperative matrices of Vulkan: `attention_prefill_coop.py`; latent attention: `attention_latent.py`
+- a chunk without matrix units, and latent attention for rocm: `attention_prefill_dot.py`
+
+Each of these modules has `emit`, which adds its launches to a kernel, and `space`, its plans.
 """
 
 from types import ModuleType
@@ -29,25 +32,28 @@ PREFILL = {"": attention_prefill_dot, "coop": attention_prefill_coop}
 
 
 def prefill_of(layer: Attention, arch: Device, plan: Any = None) -> ModuleType:
-    """The module of the launch for chunks. plan: of one of those for latent attention, or None."""
+    """The module that emits the launch for chunks. plan: a plan of latent attention, which determines the module, or
+    None."""
     if not layer.values:
         return PREFILL.get(arch.matrix, attention_prefill)
     return attention_latent if isinstance(plan or tile_of(layer, arch), Tile) else attention_prefill_dot
 
 
 def _decode_of(layer: Attention, m: int, arch: Device, plan: Any = None) -> ModuleType:
-    """That of the launch for m single rows."""
+    """The module that emits the launch for m single rows."""
     latent = plan or attention_latent_decode.plan_of(layer, m, arch)
     return attention_latent_decode if isinstance(latent, attention_latent_decode.LatentDecodePlan) else attention_decode
 
 
 @builds(CausalAttention, RopeAttention)
 def attention(op: Attending, arch: Device, state: Buffer, plan: Any) -> None:
-    """Kernel of `attention_step`. Rows at the front of the step are single ones, op.single at most, the others a chunk:
-    with both there are two launches. Single rows of the same sequence follow one another, with consecutive positions.
-    Rows see the keys that `cache.visible` says. UserError for shapes that `attention_step` or `group_of` refuses, and
-    for "rows" with more rows on an arch with matrix units. plan: of the launch's module (with two, of the chunk's),
-    instead of the arch's; ValueError for one that does not suit."""
+    """Kernel with the parameters of `attention_step`. The first rows of the step are single rows, at most op.single;
+    the others are a chunk. If there may be both, the kernel has two launches. Single rows of the same sequence must be
+    neighbours with consecutive positions. A row attends to the keys of `cache.visible`.
+
+    plan: of the launch's module (of the chunk's, if there are two), by default that of the rule. Raises UserError for
+    shapes that `attention_step` or `group_of` refuses, and for the layout "rows" with a chunk on an arch with matrix
+    units; ValueError for an invalid plan."""
     if op.single > SLOTS:
         raise ValueError(f"decode attention of {op.single} rows")
     step = attention_step(op, state)

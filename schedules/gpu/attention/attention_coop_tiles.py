@@ -1,9 +1,9 @@
-"""Attention on cooperative matrices: how a chunk's rows and keys are divided among waves and workgroups (`Tile`), and
-keys and values on their way from the cache to shared memory, a block of keys at a time.
+"""Attention of chunks on cooperative matrices: how rows and keys are divided between waves and workgroups (`Tile`), and
+the copy of keys and values from the cache to shared memory, a block of keys at a time (`SharedBlock`).
 
-In shared memory they have the layout of the operands of the two products, contiguous along what is summed: rows of keys
-with d elements, rows of columns of the values with an element per key. A row ends with 16 bytes of padding, so that
-neighbouring rows start in different banks.
+In shared memory, keys and values have the layout of operands of the two products, contiguous along the dimension of the
+sum: a row for each key with its d elements; a row for each column of the values with an element for each key. Each row
+ends with 16 bytes of padding, so that neighbouring rows start in different banks.
 """
 
 from collections.abc import Iterator
@@ -39,17 +39,17 @@ class Tile:
 
     @property
     def own_keys(self) -> int:
-        """Keys of a block that a wave looks at."""
+        """The number of keys of a block that a wave multiplies."""
         return self.keys // self.parts
 
     @property
     def row_fragments(self) -> int:
-        """Fragments of rows that a workgroup has."""
+        """The number of fragments of rows of a workgroup."""
         return self.waves // self.parts * self.fragments
 
     def held_steps(self, width: int, arch: Profile) -> int:
-        """How many of the width / k fragments that a row of queries has stay in registers; the others are loaded for
-        each block."""
+        """How many of the width / k fragments of the queries of a row stay in registers. The others are loaded again
+        for each block."""
         m, _, k = arch.fragment
         all_steps = width // k
         if not arch.query_registers:
@@ -63,13 +63,13 @@ class Tile:
         return max(self.fragments * m * (self.own_keys // UNIT + 1), m * n // WIDTH)
 
     def lds_bytes(self, width: int, fragment: tuple[int, ...]) -> int:
-        """Bytes of shared memory that a workgroup uses. width: of a head, with padding."""
+        """The bytes of shared memory of a workgroup. width: columns of a head, with padding."""
         units = self.keys * (width // UNIT + 1) + width * (self.keys // UNIT + 1)
         bounds = self.waves * self.fragments * 2 * fragment[0]
         return (units + self.waves * self.wave_units(fragment)) * UNIT * 2 + (max(fragment) + bounds) * 4
 
     def workgroups(self, layer: Attention, m: int, arch: Profile) -> int:
-        """Of a chunk of m tokens."""
+        """The number of workgroups for a chunk of m tokens."""
         return layer.kv_heads * -(-(m // arch.fragment[0] * layer.group) // self.row_fragments)
 
 
@@ -83,9 +83,9 @@ def _preferred(width: int, arch: Profile) -> Tile:
 
 
 def tile_of(layer: Attention, m: int, arch: Profile) -> Tile:
-    """The tile for a chunk of m tokens, with fewer keys where wide heads would not fit the shared memory. A chunk of
-    fewer workgroups than compute units divides each block among waves, if each has a whole fragment of its keys: 1.5 to
-    1.8 times as fast after 2048 tokens on an H200. UserError if none fits."""
+    """The tile for a chunk of m tokens, with fewer keys if wide heads would not fit into shared memory. If there are
+    fewer workgroups than compute units, the keys of each block are divided between waves, if each wave gets a whole
+    fragment: this is 1.5 to 1.8 times as fast after 2048 tokens on an H200. Raises UserError if no tile fits."""
     tile = _largest_tile(layer.width, arch)
     if tile.keys >= SHARED * max(arch.fragment) and tile.workgroups(layer, m, arch) < arch.units:
         return replace(tile, waves=SHARED, parts=SHARED)
@@ -106,16 +106,17 @@ def _largest_tile(width: int, arch: Profile) -> Tile:
 
 
 def shared_units(units: int) -> Buffer:
-    """Shared memory in units of 16 bytes, which only barriers here order: TVM would see conflicts between waves where
-    there are none."""
+    """Shared memory in units of 16 bytes. Its scope is WAVE_SHARED, so that TVM adds no barriers: it would see
+    conflicts between waves where there are none. This module and its users have the barriers that are needed."""
     return T.alloc_buffer((units,), f"float16x{UNIT}", scope=WAVE_SHARED)
 
 
 class SharedBlock:
-    """A block of keys or values on its way: from the cache to registers, from there to shared memory, `buffer`, which
-    has rows of `row_units` units: of keys, or of columns of the values. The threads of a workgroup, of which this is
-    `tid`, have some units each; consecutive units are consecutive in the cache. kind: "key" or "value"; buffers: blocks
-    that there is shared memory for."""
+    """The copy of a block of keys or values from the cache to registers (`load`), and from there to shared memory
+    (`store`). buffer: the shared memory, with rows of `row_units` units: one row for each key, or for each column of
+    the values. Each thread of the workgroup copies some units; units of neighbouring threads are neighbours in the
+    cache.
+    tid: number of this thread. kind: "key" or "value". buffers: number of blocks for which there is shared memory."""
 
     def __init__(self, kind: str, layer: Attention, keys: int, threads: int, tid: Expr, buffers: int = 1):
         self.kind, self.keys, self.d, self.threads, self.tid = kind, keys, layer.width, threads, tid
@@ -133,7 +134,7 @@ class SharedBlock:
         return unit // (width * units) * KEYS + unit % width, unit // width % units
 
     def _pieces(self) -> Iterator[Expr]:
-        """The numbers of this thread's units; a surplus thread repeats the one before."""
+        """The numbers of this thread's units. A thread without a unit in a step repeats its unit of the step before."""
         for first in range(0, self.units, self.threads):
             place, valid = owned(first, self.tid, self.threads, self.units)
             if first and valid is not None:
@@ -151,7 +152,7 @@ class SharedBlock:
                 self.loaded.load_value(i, block, c, row)
 
     def store(self, first: Expr = 0) -> None:
-        """Stores what was loaded into `buffer`, from unit `first` on."""
+        """Stores the loaded units to `buffer`, from unit `first` on."""
         for i, piece in enumerate(self._pieces()):
             row, unit = self._target(piece)
             words, word = self.loaded.pairs(i)

@@ -1,19 +1,20 @@
-"""Attention of single rows, one to SLOTS tokens of any sequences, against the cache on a GPU: split-KV ("flash
-decoding"), with RoPE and the cache write in the same launch.
+"""Attention of single rows (1 to SLOTS tokens, of any sequences) on a GPU: split-KV ("flash decoding"), with RoPE and
+the write of the new keys and values to the cache in the same launch.
 
-In: the token's q, k, v rows as the projections left them, or tokens' queries that `kv_write.py` rotated, and the
-cache. Out: the heads' outputs in an activation layout of `quantize.py`. A workgroup has a token's KV head, or a part of
-the query heads that share it, and a split of its visible keys; it rotates these queries into LDS itself. A wave
-processes blocks of 32 or 64 keys and keeps its own softmax (`attention_rows.py`), so nothing waits in the loop; K and V
-are loaded once for the whole group. The waves join through LDS at the end. Which split of which token
-a workgroup has: `attention_splits.py`.
+In: the q, k, v rows of the tokens as the projections wrote them, or queries that `kv_write.py` has rotated; the cache.
+Out: the outputs of the heads in an activation layout of `quantize.py`.
 
-Splits join in device memory (`join_splits`). (On Vulkan a split that is alone stores the output itself.)
+A workgroup has one token, one KV head (or a part of the query heads that share it), and a split of the visible keys
+(`attention_splits.py`). It rotates its queries into LDS. Each wave processes blocks of 32 or 64 keys and has a softmax
+of its own (`attention_rows.py`), so the loop has no barriers. K and V are loaded once for all query heads of the
+workgroup. At the end the waves join their results through LDS, and splits join through device memory (`join_splits`).
+On Vulkan, a split that is alone stores the output itself.
 
-With RoPE the token's own key and value never come from the cache: the first wave's softmax starts with them, as float16
-whatever the type of the cache is. So do those of rows before it that are of the same sequence, which other workgroups
-write in the same launch: the wave rotates these keys itself. On matrices (`attention_rows_matrix.py`) they come after
-the keys of the cache, the row's own one in the last wave, which has the fewest blocks.
+With RoPE, a token's own key and value are not read from the cache: other workgroups write it in the same launch. The
+first wave adds them to its softmax at the start, as float16 whatever the type of the cache is. The same holds for
+earlier rows of the step that are of the same sequence: the wave rotates their keys itself. On matrix units
+(`attention_rows_matrix.py`) these keys come after those of the cache, and the row's own key is in the last wave, which
+has the fewest blocks.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -53,13 +54,13 @@ from mlc_amd.schedules.operators.attention import Attending, RopeAttention
 from mlc_amd.schedules.space import Kernel, planned
 from mlc_amd.schedules.tir import Buffer, Expr
 
-# ---- what rows add to their softmax that is not in the cache yet: their own key and value, and those of rows before
-# them in the same step that are of the same sequence
+# ---- keys and values that are not in the cache yet, and that rows add to their softmax: their own, and those of
+# earlier rows of the step that are of the same sequence
 
 
 class Place(NamedTuple):
-    """A row of the step: its KV head here, its number, which is the int 0 in a step of one row, its position, and the
-    slot of its sequence."""
+    """A row of the step in a workgroup: the KV head, the number of the row (the int 0 in a step of one row), its
+    position, and the slot of its sequence."""
 
     kv: Expr
     token: Expr
@@ -70,7 +71,8 @@ class Place(NamedTuple):
 def store_rounded(
     pairs: Iterable[Elements], buffer: Buffer, *index: Expr, begin: Expr = None, scale: Expr = None
 ) -> None:
-    """Stores a head's elements, times `scale`, as float16 in the type of the buffer, at (*index, begin + element)."""
+    """Stores a head's elements to buffer[*index, begin + element], times `scale`, rounded to float16 and converted to
+    the buffer's type."""
     for valid, values in pairs:
         stores = []
         for e, y in values:
@@ -81,7 +83,7 @@ def store_rounded(
 
 
 def earlier_rows(arch: Device, places: Buffer, token: Expr, slot: Expr, lane: Expr) -> Expr:
-    """How many rows right before row `token` are of its sequence."""
+    """The number of rows directly before row `token` that are of the same sequence."""
     m, first = int(places.shape[0]), token
     for start in range(0, m, arch.wave):
         row = T.Bind(T.min(start + lane, T.int32(m - 1)))
@@ -93,8 +95,8 @@ def earlier_rows(arch: Device, places: Buffer, token: Expr, slot: Expr, lane: Ex
 def write_own(
     cache: Cache, heads: Heads, place: Place, pairs: Iterable[Elements], key: Callable[[Expr], Expr], scale: Expr
 ) -> None:
-    """Writes the row's own key and value to the cache. pairs: the lane's elements of the rotated key, of which key(e)
-    is element e, for any lane; scale: of `Heads.value_scale`."""
+    """Writes the row's own key and value to the cache. pairs: the lane's elements of the rotated key. key(e): element e
+    of it, for any lane. scale: from `Heads.value_scale`."""
     kv, token, position, slot = place
     if heads.layer.quantized:
         cache.store_codes(heads.arch, kv, slot, position, lambda e: T.cast(key(e), "float32"), heads.lane)
@@ -104,7 +106,7 @@ def write_own(
 
 
 def value_of(heads: Heads, row: Expr, kv: Expr, scale: Expr) -> Callable[[Expr], Expr]:
-    """value(column) of a row, rounded to float16."""
+    """Returns value(column), an element of a row's value, rounded to float16."""
     return lambda column: T.cast(heads.value(row, kv, column, scale), "float16")
 
 
@@ -112,10 +114,11 @@ def add_rows(
     rows: Rows | MatrixRows, heads: Heads, place: Place, count: Expr, takers: tuple[Expr, int], dtype: str,
     written: tuple[Cache, Expr] | None = None,
 ) -> None:  # fmt: skip
-    """Adds the keys and values of `count` rows before a row, which are of its sequence, to the rows' state. The waves
-    of the workgroup share them out, takers: the number of this one among those that do, and how many these are.
-    written: (cache, whether the row is written), where the first of them is the row itself; in a step of one row count
-    is 1 at most then."""
+    """Adds the keys and values of `count` rows of the step, at and before a row, to the softmax of a row's heads. These
+    rows must be of the same sequence. takers: (number of this wave among the waves that share them, number of these
+    waves).
+    written: (cache, whether the row's own key is written to it) if the first of the rows is the row itself, otherwise
+    None; in a step of one row, count is then at most 1."""
     arch, d, (kv, token, position, _), (wave, waves) = rows.arch, heads.d, place, takers
     keys = T.alloc_buffer((waves * d,), dtype, scope=WAVE_SHARED)
     begin = T.Bind(wave * d)
@@ -138,20 +141,20 @@ def add_rows(
 
 # ---- the launch
 
-# Rows of a step, at most, of which the waves of a row's first split share out the rows before it where these are not on
-# matrices. With more, one wave takes all: for 64 sequences of Qwen 3 0.6B, whose rows have none before them, that takes
-# 4 % less time on an H200.
+# In steps of up to SHARED_ROWS rows without matrix units, the waves of a row's first split share the earlier rows of
+# its sequence. In larger steps one wave takes all of them: for 64 sequences of Qwen 3 0.6B, whose rows have no earlier
+# rows, this takes 4 % less time on an H200.
 SHARED_ROWS = 32
 
 
 def emit(step: Step, arch: Device, plan: DecodePlan | None = None) -> None:
-    """The launch for the single rows of a step. With RoPE and `rope.writes` their own keys and values are written to
-    the cache, else they must be there already. Errors: of `splits_of`."""
+    """Emits the launch for the single rows of a step. With RoPE and `rope.writes` it writes their own keys and values
+    to the cache; otherwise these must be there already. Raises the errors of `splits_of`."""
     op, attention, m = step.op, step.layer, step.op.single
     state, places, cache = step.state, step.rows, step.cache.by_shifts()
     splits = splits_of(attention, arch, plan, m)
     group, parts, size, d = splits.group, splits.parts, splits.step, attention.d
-    # its own key and value do not come from the cache
+    # whether the row's own key and value are not read from the cache
     own_apart = isinstance(op, RopeAttention) and op.rope.writes
     grid = attention.kv_heads * parts, splits.workgroups(m)
     with launch(grid, (arch.wave, splits.waves)) as (part, split, lane, thread_wave):
@@ -184,7 +187,7 @@ def emit(step: Step, arch: Device, plan: DecodePlan | None = None) -> None:
             last = T.Bind(T.max(steps - 1, T.int32(0)))
 
             def first_key(i: Expr) -> Expr:
-                """Of this wave's block number i; of the last block where there is none."""
+                """The first key of this wave's block number i; that of the last block if i is beyond it."""
                 return T.Bind(T.min(stream + i * streams + first_step, last) * size)
 
             pages = Pages(cache, place.slot, [first_key(i) for i in range(1 + prefetches)])
@@ -202,7 +205,7 @@ def emit(step: Step, arch: Device, plan: DecodePlan | None = None) -> None:
                 side = rows.unit.side
                 own_rows = [T.Bind(T.min(rows.row + t * side, T.int32(group - 1))) for t in range(rows.tiles)]
                 rows.load_queries(lambda t, c: queries[own_rows[t], at(c * UNIT, UNIT)])
-            others = 0  # rows before it in the step that it sees
+            others = 0  # number of earlier rows of the step that the row attends to
             if own_apart and m > 1:
                 others = earlier if seen.first is None else T.min(earlier, position - seen.first)
             first = T.Bind((wave == 0) & (split == 0)) if own_key is not None else None
@@ -214,19 +217,19 @@ def emit(step: Step, arch: Device, plan: DecodePlan | None = None) -> None:
                     others = T.Bind(T.Select(first if alone else split == 0, others, T.int32(0)))
                     takers = (T.int32(0), 1) if alone else (wave, splits.waves)
                     add_rows(rows, heads, place, others, takers, dtype)
-            # On matrices a block is much code: NVIDIA's driver would unroll the loop eight times.
+            # On matrices a block is much code, and NVIDIA's driver would unroll the loop eight times.
             with (kept if splits.matrix else T.serial)(mine) as i:
                 number = T.Bind(stream + i * streams + first_step)
                 page, *ahead = pages.take(first_key(i + (1 + prefetches)))
-                # the last block's successor is loaded without being used
+                # after the last block, a block is loaded that is not used
                 following = cache.block(kv, first_key(i + 1), ahead[0], size) if prefetches else None
                 block = cache.block(kv, T.Bind(number * size), page, size)
                 zero = opaque_zero(state, i)
                 whole = seen.covers(block.key0, size) if splits.matrix else None
                 rows.step(block, lambda r, key: seen.sees(key), whole, zero, following)
             if own_apart and heads and splits.matrix:
-                # After the loop, in which the other waves are still busy: before it, all would wait for the one that
-                # has the own key and as many blocks as any.
+                # After the loop, while other waves may still be in theirs. Before the loop, all waves would wait for
+                # the one that has the own key in addition to its blocks.
                 count = T.Bind(T.Select(split == 0, others + 1, T.int32(0)))
                 takers = splits.waves - 1 - wave, splits.waves  # blocks go to the first waves first
                 writes = (part % parts == 0) & is_at(places, token, position)
@@ -241,7 +244,7 @@ def emit(step: Step, arch: Device, plan: DecodePlan | None = None) -> None:
 
 
 def _rotate(heads: Heads, splits: Splits, buffers: tuple[Buffer, Buffer], place: Place, part: Expr, wave: Expr) -> None:
-    """Rotates the queries of a part and the key, if there is one, into LDS; the waves take heads round robin."""
+    """Rotates the queries of a part, and the key if there is one, into LDS. The waves take heads round robin."""
     (queries, own_key), (kv, token, position, _) = buffers, place
     scale = T.float32(heads.layer.query_scale)
     for i in _each_head(heads.arch, splits):
@@ -254,7 +257,8 @@ def _rotate(heads: Heads, splits: Splits, buffers: tuple[Buffer, Buffer], place:
 
 
 def _each_head(arch: Device, splits: Splits) -> Iterator[Expr]:
-    """Numbers of the heads that a wave rotates; on matrices, where code is small otherwise, in a loop in any case."""
+    """The numbers of the heads that a wave rotates. With matrix units it is always a loop, as the rest of the code is
+    small."""
     count = -(-splits.group // splits.waves)
     if not splits.matrix:
         yield from each(arch, count)

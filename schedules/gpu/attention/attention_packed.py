@@ -1,10 +1,9 @@
-"""Attention among the rows of each segment, without a cache: on matrix units where these suit
-(`attention_packed_matrix.py`), else online softmax over tiles of keys in shared memory.
+"""Attention between the rows of each segment (a text, an image), without a cache. Matrix units are used where they suit
+(`attention_packed_matrix.py`); otherwise this module computes an online softmax over tiles of keys in shared memory.
 
-There a workgroup has a head and some consecutive rows. Neighbouring lanes share a row: each has some of a head's
-columns. The largest score is rounded to a whole number, and so is a score before its difference to that becomes an
-exponent: what came before is rescaled by powers of two, exactly. So a row's result does not depend on how its keys are
-divided into tiles, nor on rows of other segments in them.
+A workgroup has one head and some consecutive rows. Neighbouring lanes share a row; each has some of the head's columns.
+The running maximum is rounded to a whole number, so that earlier sums are rescaled by powers of two, which is exact.
+Therefore a row's result does not depend on how its keys are divided into tiles, nor on rows of other segments.
 """
 
 import math
@@ -35,12 +34,12 @@ QUAD = 4
 
 
 def _lanes(op: PackedAttention, arch: Device) -> int:
-    """Lanes that share a row: a power of two."""
+    """The number of lanes that share a row, a power of two."""
     return 8 if op.d > QUAD * COLUMNS and op.d % 16 == 0 and arch.wave >= 8 else 4
 
 
 def _power(x: Expr) -> Expr:
-    """2**x of a whole number up to 0, exactly; below 2**-126: 0."""
+    """2**x, exactly, for a whole number x <= 0; results below 2**-126 are 0."""
     bits = T.cast(maximum(x, T.float32(-127)), "int32") + T.int32(127)
     return T.reinterpret("float32", T.shift_left(bits, T.int32(23)))
 
@@ -133,8 +132,8 @@ def _on_vector_units(op: PackedAttention, arch: Device, state: Buffer) -> None:
 
 
 def _load(op: PackedAttention, thread: Expr, threads: int, pairs, head: Expr, key0: Expr, high: Expr) -> None:
-    """The columns of a head of keys and values key0 .., as many as a tile has, into shared memory; the last live one in
-    place of those from `high` on."""
+    """Loads a tile of keys and values of a head, from key0 on, into shared memory. Keys from `high` on are replaced by
+    the last live one."""
     quads, count = op.d // QUAD, int(pairs[0][1].shape[0])
     base = T.Bind(head // op.group * op.d)
     for first in range(0, count * quads, threads):
@@ -148,8 +147,8 @@ def _load(op: PackedAttention, thread: Expr, threads: int, pairs, head: Expr, ke
 
 @builds(Activate)
 def activate(op: Activate, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state, X float32 [m, k], then A, S | H | Y of [m, k], as `layout` says). A lane has four columns.
-    ValueError unless 32 divides k."""
+    """Kernel (state, X float32 [m, k], then A and S, or H, or Y of [m, k], for op.layout): applies an activation
+    function. A lane has four columns. Raises ValueError unless k is a multiple of 32."""
     k, m = op.k, op.m
     if k % BLOCK:
         raise ValueError(f"an activation of {k} columns: they must be a multiple of {BLOCK}")
@@ -164,7 +163,7 @@ def activate(op: Activate, arch: Device, state: Buffer, plan: None) -> None:
 
 @builds(Pool)
 def pool(op: Pool, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state, pooled int32 [m, 2], X, Y float32 [m, k]). A lane has a column of an answer."""
+    """Kernel (state, pooled int32 [m, 2], X, Y float32 [m, k]): pools rows. A lane computes a column of a row of Y."""
     threads = min(THREADS, arch.threads)
     pooled = T.arg("pooled", T.buffer((op.m, 2), "int32"))
     X, Y = declared(X=(op.m, op.k), Y=(op.m, op.k))

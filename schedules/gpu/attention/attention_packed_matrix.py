@@ -1,8 +1,8 @@
-"""Attention among the rows of each segment on matrix units: a launch lays keys and values out as a cache of one
-sequence (`cache.py`) and scales queries, as float16; the kernels of chunks do the rest, with segments in place of
-positions.
+"""Attention between the rows of each segment on matrix units. A first launch scales the queries and converts them to
+float16, and stores keys and values as a KV cache of one sequence (`cache.py`). The launches for chunks then compute
+attention, with segments instead of positions.
 
-What else is in a step changes a row's result by roundings only: of sums in another order, and of few weights.
+Other segments in a step change a row's result only by rounding: sums have another order, and weights other roundings.
 """
 
 from typing import NamedTuple
@@ -20,17 +20,17 @@ from mlc_amd.schedules.operators.packed import PackedAttention
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 THREADS = 128
-FEW = 64  # rows for which a launch of its own costs more than matrix units save
+FEW = 64  # up to so many rows, the additional launch takes longer than matrix units save
 
 
 def suits(op: PackedAttention, arch: Device) -> bool:
-    """Whether matrix units take it: they have no biases, and fragments of whole tiles of rows."""
+    """Whether matrix units can compute the operator: without biases, and with whole tiles of rows."""
     fits = arch.matrix != "coop" or op.m % arch.fragment[0] == 0
     return bool(arch.matrix) and fits and op.m >= FEW and op.group <= MAX_GROUP and not op.alibi
 
 
 class Segments(NamedTuple):
-    """The rows of a step as `cache.Chunk` has those of a chunk, each with the keys that its segment has."""
+    """The rows of a step, with the interface of `cache.Chunk`. A row attends to the keys of its segment."""
 
     op: PackedAttention
     rows: Buffer
@@ -62,7 +62,7 @@ class PackedStep(Step):
 
 
 class PackedCache(Cache):
-    """Of one sequence, whose pages are in order, between the launches of a kernel."""
+    """A cache of one sequence with pages in order, which one launch of a kernel writes and the next one reads."""
 
     def __init__(self, attention: Attention):
         self.d, self.scales, self.shifts, self.forms = attention.d, [], False, forms(attention)

@@ -1,8 +1,8 @@
 """Causal attention of a chunk of tokens on AMD's matrix units (`attention_rows_matrix.py`), with online softmax.
 
-A wave has a KV head and tiles of 16 rows (token x head of the group), without shared memory or barriers. In a chunk of
-so few rows that compute units would have nothing to do, the waves of a workgroup have the same rows and share out the
-blocks of keys; what they have of each row joins through LDS in the end.
+A row is a pair of a token and a query head. A wave has one KV head and tiles of 16 rows; it uses neither shared memory
+nor barriers. If a chunk has so few rows that compute units would be idle, the waves of a workgroup have the same rows
+and share the blocks of keys; at the end they join their results through LDS.
 """
 
 from dataclasses import dataclass
@@ -24,26 +24,26 @@ from mlc_amd.schedules.space import Kernel, planned
 
 @dataclass(frozen=True)
 class Plan:
-    threads: int = 128  # of a workgroup
-    keys: int = 32  # of a block: whether a weight would be too large is looked at once for all of them
-    tiles: int = 1  # of 16 rows in a wave: each key and value that is loaded serves them all
-    shared: int = 0  # whether the waves of a workgroup have the same rows
+    threads: int = 128  # threads of a workgroup
+    keys: int = 32  # keys of a block; whether a weight is too large is tested once for each block
+    tiles: int = 1  # tiles of 16 rows of a wave; each key and value is loaded once for all of them
+    shared: int = 0  # 1 if the waves of a workgroup have the same rows
 
     def workgroups(self, layer: Attention, m: int, arch: Device) -> int:
-        """Of each KV head."""
+        """The number of workgroups for each KV head."""
         waves = 1 if self.shared else self.threads // arch.wave
         return -(-m * layer.group // (SIDE * self.tiles * waves))
 
 
 def default_plan(layer: Attention, m: int, arch: Device) -> Plan:
-    """The rule for a chunk of m tokens: rows are shared where there are fewer workgroups than compute units."""
+    """The rule for a chunk of m tokens: waves share rows if there would be fewer workgroups than compute units."""
     plan = Plan(keys=arch.wave)
     few = layer.kv_heads * plan.workgroups(layer, m, arch) < arch.units
     return Plan(keys=arch.wave, shared=int(few and _fits(arch, layer, plan)))
 
 
 def _fits(arch: Device, layer: Attention, plan: Plan) -> bool:
-    """Whether LDS suffices for what all waves of a workgroup have of the same rows."""
+    """Whether LDS suffices for the results of all waves of a workgroup, if these have the same rows."""
     try:
         return waves_of(arch, SIDE * plan.tiles, layer.d, plan.threads, plan.keys) == plan.threads // arch.wave
     except ValueError:
@@ -51,7 +51,8 @@ def _fits(arch: Device, layer: Attention, plan: Plan) -> bool:
 
 
 def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
-    """The launch for the chunk of a step. UserError for shapes that `group_of` refuses, or for the layout "rows"."""
+    """Emits the launch for the chunk of a step. Raises UserError for shapes that `group_of` refuses, and for the layout
+    "rows"."""
     step.refuse_blocks()
     layer, m = step.layer, step.op.m
     group, plan, cache = group_of(layer), plan or default_plan(layer, m, arch), step.cache
@@ -59,7 +60,7 @@ def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
     workgroups = plan.workgroups(layer, m, arch)
     with launch((layer.kv_heads, workgroups), (arch.wave, waves)) as (kv, reverse, lane, thread_wave):
         chunk, number = step.chunk(), uniform(arch, thread_wave)
-        workgroup = workgroups - 1 - reverse  # the longest first
+        workgroup = workgroups - 1 - reverse  # workgroups with the most keys start first
         first_row = T.Bind((workgroup if plan.shared else workgroup * waves + number) * count)
         first_token = T.Bind(first_row // group)
         with once(first_token < chunk.count):

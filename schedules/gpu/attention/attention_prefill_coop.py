@@ -1,18 +1,20 @@
 """Causal attention of a chunk of tokens on cooperative matrices (KHR_cooperative_matrix), with online softmax.
 
-A wave has some fragments of rows, each of consecutive tokens of one head; the waves of a workgroup share a KV head,
-whose keys and values go through shared memory a block at a time, in the layout of the operands. The next block is
-loaded while this one is multiplied: keys during the second product, values during the first.
+A wave has some fragments of rows; a fragment has consecutive tokens of one head. The waves of a workgroup share a KV
+head. Its keys and values go through shared memory, a block at a time, in the layout of operands. The next block is
+loaded while this one is multiplied: keys during the second product (weights x values), values during the first (queries
+x keys).
 
-Which lane holds which element of a fragment is implementation-defined, so all elements are treated alike, or a fragment
-is combined with another of the same type, element by element. Operations on rows are built from that:
-    broadcast of a column       a load from memory with a stride of 0; so are the numbers of columns, and of the keys
-                                that rows see, that masks need
-    sum of a row's weights      the product with a matrix of ones, which is rounded as the other product is
-    maximum of a row            the maximum over the fragment's columns, each broadcast. That takes time, and is rarely
-                                needed: weights are 2**(score - top) with any `top` that keeps them within float16. It
-                                is renewed, and the outputs rescaled, when a weight would exceed 2**LIMIT; the new one
-                                makes the largest weight 2**START.
+Which lane holds which element of a fragment is implementation-defined. So the code applies the same operation to all
+elements, or combines two fragments of the same type element by element. Operations on rows are built from these:
+    broadcast of a column       a load from memory with a stride of 0. The numbers of columns, and of the keys that rows
+                                attend to, are also loaded like this, for masks
+    sum of a row's weights      the product with a matrix of ones, so that weights are rounded as in the other product
+    maximum of a row            the maximum over the fragment's columns, each broadcast. This is slow, but rarely
+    needed:
+                                weights are 2**(score - top), for any `top` with which they fit into float16. Only when
+                                a weight would exceed 2**LIMIT, `top` is renewed such that the largest weight becomes
+                                2**START, and the outputs are rescaled.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,14 +48,14 @@ from mlc_amd.schedules.tir import Expr
 
 
 class Wave:
-    """The rows of one wave: fragment i has the tokens tokens[i].. of head heads[i], which are rows step_rows[i].. of
-    the step. Behind single rows, the last fragment may begin with tokens of the one before: it stores those from
-    fresh[i] on."""
+    """The rows of one wave. Fragment i has the tokens from tokens[i] on of head heads[i]; they are the rows from
+    step_rows[i] on of the step. After single rows, the last fragment may overlap the one before; it stores only the
+    rows from fresh[i] on."""
 
     def __init__(
         self, arch: Profile, step: Step, tile: Tile, shared: Shared, chunk: Chunk, kv: Expr, number: Expr, first: Expr
     ):
-        """number: of the wave; first: of the workgroup's fragments among those of the KV head."""
+        """number: of the wave. first: number of the workgroup's first fragment among those of the KV head."""
         attention, Q = step.layer, step.Q
         group, width = attention.group, attention.width
         count = step.op.m // arch.fragment[0] * group  # fragments of the KV head
@@ -63,7 +65,7 @@ class Wave:
         self.base, self.row_units = T.Bind(number * tile.wave_units(arch.fragment)), tile.own_keys // UNIT + 1
         first, self.place = T.Bind(first + self.rows * tile.fragments), T.Bind(number * tile.fragments)
         self.m, self.n, self.k = arch.fragment
-        # fragments beyond the chunk compute the same as the last one and are not stored
+        # fragments beyond the chunk repeat the last one, and are not stored
         places = [T.Bind(T.min(first + i, T.int32(count - 1))) for i in range(tile.fragments)]
         self.fresh = [T.Bind(place // group * self.m) for place in places]
         self.tokens = self.step_rows = self.fresh
@@ -86,8 +88,8 @@ class Wave:
         return Fragments(kind, count, self.arch.fragment)
 
     def start(self, lane: Expr) -> None:
-        """Loads the queries that stay in registers; no key seen yet. Lanes write down which keys the rows see: their
-        first ones, as numbers, and the ends."""
+        """Initializes the state, and loads the queries that stay in registers. Lanes write the first key and the end of
+        the keys that each row attends to, as float32, to shared memory."""
         last = T.Bind(T.min(self.tokens[-1] + self.m, self.chunk.count) - 1)
         first, end = self.chunk.visible(self.tokens[0]), self.chunk.visible(last)
         self.all_see = Visible(end.first, first.end)
@@ -107,7 +109,7 @@ class Wave:
         self.halves.clear()
         self.now.clear()
         for i in range(self.tile.fragments):
-            self.top.fill(i, LOWEST / 2)  # above the scores of keys that are not seen: their weights are 0
+            self.top.fill(i, LOWEST / 2)  # greater than the scores of masked keys, so that their weights are 0
         self.total.clear()
         self.out.clear()
 
@@ -124,7 +126,7 @@ class Wave:
         fragments.load(place, self.Q[self.step_rows[i], self.heads[i], c * self.k], stride, "row_major")
 
     def score(self) -> None:
-        """scores = queries @ keys, of the block in shared memory."""
+        """scores = queries @ keys, for the block in shared memory."""
         keys = self.keys
         self.scores.clear()
         first = T.Bind(self.part * (self.tile.own_keys * keys.row_units))
@@ -146,7 +148,7 @@ class Wave:
                     self.scores.set(i, e, soft_cap(self.attention, self.scores.get(i, e)))
 
     def mask(self, key0: Expr) -> None:
-        """Sets the scores of keys that a row does not see to LOWEST."""
+        """Sets the scores of keys that a row does not attend to to LOWEST."""
         key0 = T.Bind(key0 + self.part * self.tile.own_keys)
         with T.If(tirx.Not(self.all_see.covers(key0, self.tile.own_keys))), T.Then():
             self.other.load(0, self.numbers[0], 0, "row_major")  # the number of the column
@@ -165,7 +167,7 @@ class Wave:
                         self.scores.set(i * self.score_columns + j, e, T.Select(seen, score, T.float32(LOWEST)))
 
     def renew_tops(self) -> None:
-        """Rescales what came before if a weight would be too large."""
+        """If a weight would be too large, renews `top` and rescales outputs and sums."""
         worst = filled(T.float32(LOWEST))
         with self.scores.elements(0) as e:
             for i in range(self.tile.fragments):
@@ -182,7 +184,7 @@ class Wave:
                     self._shrink(i, e, exp2(old - new))
 
     def _row_maximum(self, i: Expr) -> None:
-        """now = the largest score of each row of fragment i, in all columns."""
+        """now = the maximum score of each row of fragment i, in all columns."""
         units = self.m * 2 // UNIT  # of a column of float32
         with self.now.elements(0) as e:
             largest = self.scores.get(i * self.score_columns, e)
@@ -198,7 +200,7 @@ class Wave:
         wave_barrier()
 
     def weigh(self) -> None:
-        """The scores become weights, as operands in shared memory."""
+        """Computes weights from scores, and stores them to shared memory as operands."""
         with self.scores.elements(0) as e:
             for i in range(self.tile.fragments):
                 top = self.top.get(i, e)
@@ -214,7 +216,7 @@ class Wave:
         wave_barrier()
 
     def add_values(self) -> None:
-        """out += weights @ values, of the block in shared memory."""
+        """out += weights @ values, for the block in shared memory."""
         values = self.values
         first = T.Bind(self.part * (self.tile.own_keys // UNIT))
         for c in range(self.tile.own_keys // self.k):
@@ -230,7 +232,7 @@ class Wave:
         wave_barrier()
 
     def join_parts(self) -> None:
-        """The first part's waves get the sum of what all parts have."""
+        """Adds the results of all parts to those of the first part's waves."""
         if self.tile.parts == 1:
             return
         for i in range(self.tile.fragments):
@@ -246,10 +248,11 @@ class Wave:
             for part in self._others(fragments, i):
                 with T.If(self.part != part), T.Then(), fragments.elements(i) as e:
                     fragments.set(i, e, fragments.get(i, e) + self.other.get(0, e))
-        barrier()  # `finish` overwrites what other waves have read here
+        barrier()  # other waves must have read this memory before `finish` overwrites it
 
     def _others(self, fragments: Fragments, i: Expr) -> Iterator[int]:
-        """Yields the parts, with other[0] = that fragment of the wave that has the same rows and the part."""
+        """Yields the number of each part, after loading to other[0] that fragment of the wave with the same rows in the
+        part."""
         barrier()
         fragments.store(i, self.weights[self.base], self.m * 2, "col_major")
         barrier()
@@ -259,7 +262,7 @@ class Wave:
             yield part
 
     def _shrink(self, i: Expr, e: Expr, factor: Expr) -> None:
-        """Multiplies element e of what row fragment i has so far."""
+        """Multiplies element e of the outputs and sums of fragment i by a factor."""
         for fragments, count in ((self.total, 1), (self.out, self.columns)):
             for place in range(i * count, (i + 1) * count):
                 fragments.set(place, e, fragments.get(place, e) * factor)
@@ -297,9 +300,9 @@ class Wave:
 
 
 def emit(step: Step, arch: Profile, plan: Tile | None = None) -> None:
-    """The launch for the chunk of a step. UserError for shapes that `group_of` or `tile_of` refuses, for the layout
-    "rows", or a number of rows that the fragments' rows do not divide; ValueError for a tile whose keys do not divide a
-    page."""
+    """Emits the launch for the chunk of a step. Raises UserError for shapes that `group_of` or `tile_of` refuses, for
+    the layout "rows", and if the number of rows is not a multiple of a fragment's; ValueError for a tile whose keys do
+    not divide a page."""
     step.refuse_blocks()
     attention, m, rows = step.layer, step.op.m, arch.fragment[0]
     if m % rows:
@@ -314,7 +317,7 @@ def emit(step: Step, arch: Profile, plan: Tile | None = None) -> None:
         number = uniform(arch, thread_wave)
         tid, threads = T.Bind(number * arch.wave + lane), tile.waves * arch.wave
         chunk = step.chunk()
-        first = T.Bind((tiles - 1 - reverse) * per_tile)  # the longest first
+        first = T.Bind((tiles - 1 - reverse) * per_tile)  # workgroups with the most keys start first
         shared = Shared(
             SharedBlock("key", attention, tile.keys, threads, tid),
             SharedBlock("value", attention, tile.keys, threads, tid),
@@ -323,7 +326,7 @@ def emit(step: Step, arch: Profile, plan: Tile | None = None) -> None:
             T.alloc_buffer((tile.waves * tile.fragments * 2 * rows,), "float32", scope=WAVE_SHARED),
         )
         keys, values = shared.keys, shared.values
-        # a loop of 0 or 1 iterations: barriers in an `if` are refused
+        # a loop of 0 or 1 iterations, because TVM does not allow barriers in an `if`
         with T.serial(T.cast(first // group * rows < chunk.count, "int32")):
             place = T.Bind(tid % (max(arch.fragment) // WIDTH))
             put(shared.numbers, T.cast(T.ramp(place * WIDTH, 1, WIDTH), f"float32x{WIDTH}"), place)
@@ -336,7 +339,7 @@ def emit(step: Step, arch: Profile, plan: Tile | None = None) -> None:
             end = chunk.visible(T.min(last, chunk.count) - 1).end_block(tile.keys)
 
             def first_key(number: Expr) -> Expr:
-                """Of the block with that number; of the last one for those after it."""
+                """The first key of the block with that number; that of the last block if the number is beyond it."""
                 return T.Bind(T.min(number, end - 1) * tile.keys)
 
             pages = Pages(cache, chunk.slot, [first_key(begin), first_key(begin + 1)])

@@ -1,9 +1,10 @@
 """Causal attention of a chunk of tokens on GPUs without matrix units (gfx10, gfx906, Vulkan), and latent attention on
-all: products per lane, with online softmax.
+all
+GPUs: products in vector instructions, with online softmax.
 
-A workgroup has a KV head and a tile of rows (token x head of the group), whose queries are in LDS; each K and V that is
-loaded serves the whole tile. Its waves take blocks of 64 keys round robin, each with its own softmax
-(`attention_rows.py`), and join at the end.
+A row is a pair of a token and a query head. A workgroup has one KV head and a tile of rows, whose queries are in LDS;
+each key and value is loaded once for the whole tile. The waves take blocks of 64 keys round robin, each with a softmax
+of its own (`attention_rows.py`), and join their results at the end.
 """
 
 from dataclasses import dataclass
@@ -24,11 +25,11 @@ from mlc_amd.schedules.space import Kernel, planned
 
 @dataclass(frozen=True)
 class Plan:
-    threads: int = 128  # of a workgroup, at most
-    rows: int = 8  # of a workgroup: more share each load of K and V, and need more registers
+    threads: int = 128  # upper limit of the threads of a workgroup
+    rows: int = 8  # rows of a workgroup; more rows share each load of K and V, but need more registers
 
 
-FEWER_ROWS = 4  # of latent attention, whose rows have the most columns, and where few lanes share those of a row
+FEWER_ROWS = 4  # rows for latent attention, which has the most columns, and if few lanes share a row's columns
 
 
 def default_plan(attention: Attention, arch: Device) -> Plan:
@@ -36,7 +37,7 @@ def default_plan(attention: Attention, arch: Device) -> Plan:
 
 
 def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
-    """The launch for the chunk of a step. UserError for shapes that `group_of` refuses."""
+    """Emits the launch for the chunk of a step. Raises UserError for shapes that `group_of` refuses."""
     attention, m = step.layer, step.op.m
     kv_heads, d = attention.kv_heads, attention.d
     group = attention.group if attention.values else group_of(attention)
@@ -48,14 +49,14 @@ def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
         wave = uniform(arch, thread_wave)
         tid = T.Bind(wave * arch.wave + lane)
         chunk = step.chunk()
-        first_row = T.Bind((tiles - 1 - tile) * count)  # the longest first
+        first_row = T.Bind((tiles - 1 - tile) * count)  # workgroups with the most keys start first
         chunk_rows = ChunkRows(step, chunk, kv, first_row)
-        # a loop of 0 or 1 iterations: TVM refuses barriers in an `if`
+        # a loop of 0 or 1 iterations, because TVM does not allow barriers in an `if`
         with T.serial(T.cast(first_row // group < chunk.count, "int32")):
             queries = T.alloc_buffer((count, d), query_dtype(arch), scope="shared")
             units = count * d // UNIT
             for first in range(0, units, threads):
-                place = T.Bind(T.min(first + tid, T.int32(units - 1)))  # surplus threads repeat the last one
+                place = T.Bind(T.min(first + tid, T.int32(units - 1)))  # threads without a unit repeat the last one
                 r, unit = T.Bind(place // (d // UNIT)), T.Bind(place % (d // UNIT))
                 columns, source = at(unit * UNIT, UNIT), chunk_rows.place(r)
                 loaded = step.Q[source.step_row, source.head, columns]

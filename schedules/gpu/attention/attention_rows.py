@@ -1,18 +1,18 @@
-"""Rows of queries whose softmax a wave keeps in registers, with products per lane. Where enough rows share keys, matrix
-units take over (`attention_rows_matrix.py`).
+"""The online softmax of some rows in a wave, with products in vector instructions. A row is a query of one head. If
+enough rows share keys, matrix units are used instead (`attention_rows_matrix.py`).
 
-A wave processes its keys in blocks of up to 64. While it scores them a lane has a key (several in a small wave), so a
-dot product stays within a lane; for the outputs a lane has a column (or several), and weights come from other lanes:
-through shared memory, of which each wave has its own part. Per row a wave keeps
+A wave processes its keys in blocks of up to 64. For scores, a lane has one key (several in a small wave), so a dot
+product stays within a lane. For outputs, a lane has one column or several, and reads the weights of all keys from
+shared memory, of which each wave has a part. The state of a row:
     top     the maximum score so far, the same in all lanes
-    total   the sum of weights, still spread over the lanes
-    out     the weighted sum of values, float32, column x*wave + lane at x; in latent attention, where a unit has
-            columns of a value, unit (x//8)*wave + lane
-`join_waves` adds up the results of a workgroup's waves.
+    total   the sum of weights; each lane has the sum over its own keys
+    out     the weighted sum of values, float32: register x is column x*wave + lane; in latent attention, where a unit
+            has columns of one value, unit (x//8)*wave + lane
+`join_waves` joins the results of the waves of a workgroup.
 
-On AMD's own API queries and weights are float16, products are of pairs, and weights reach the lanes as scalars. On
-Vulkan both are float32, products multiply-adds of values that are converted once for all rows, and loops over rows stay
-loops for most drivers (`device.each`).
+For rocm, queries and weights are float16, products are dot products of pairs, and lanes get weights as scalars. On
+Vulkan, both are float32, products are multiply-adds, keys and values are converted once for all rows, and loops over
+rows stay loops for most drivers (`device.each`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,20 +46,20 @@ from mlc_amd.schedules.gpu.base.step import when
 from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.tir import Buffer, Expr
 
-# Masks of llvm.amdgcn.sched.barrier: what LLVM's scheduler may move across. Without them it starts loads one by one,
-# just before their use, to save registers; and all scalar weights at once, which are more than there are registers.
-LOADS, SCALARS = 0x8F, 0x94  # all but loads from device memory; loads, LDS and scalar instructions
+# Masks for `schedule_fence`. Without fences, LLVM's scheduler moves each load to just before its use, to save
+# registers, and starts the loads of all scalar weights at the same time, which need more registers than there are.
+LOADS, SCALARS = 0x8F, 0x94  # may cross: all but loads from device memory; only loads, LDS and scalar instructions
 
 
 def _part(count: int, most: int) -> int:
-    """The largest divisor of `count` that is not above `most`, or 1."""
+    """The largest divisor of `count` that is at most `most`, or 1."""
     return next(n for n in range(max(most, 1), 0, -1) if count % n == 0)
 
 
 class Rows:
-    """The state of rows of an `Attention` layer in a wave, number `wave` of `waves` in its workgroup. queries: [rows,
-    d] in shared memory, of `query_dtype`; `lane` is threadIdx.x, the lane's number in the wave. loads: None for those
-    of the rule."""
+    """The state of some rows of an `Attention` layer in a wave. queries: [rows, d] in shared memory, of dtype
+    `query_dtype`. lane: threadIdx.x, the number of the lane in the wave. wave: number of the wave among the `waves`
+    waves of the workgroup. loads: by default those of the rule (`key_loads`)."""
 
     def __init__(
         self,
@@ -95,21 +95,22 @@ class Rows:
 
     @property
     def prefetches(self) -> bool:
-        """Whether `load_keys` may be called before `step`: a block's keys are one batch of loads, which stay in
-        registers for long."""
+        """Whether the caller may call `load_keys` for a block in advance: if all keys of a block are one batch of
+        loads, and there are registers for them."""
         return self.loads.ahead and self.key_batch == self.d // UNIT
 
     def column(self, x: Expr) -> Expr:
-        """The column of this lane's element x (its own or, beyond the end, the last one)."""
+        """The column of this lane's register x of an output; the last column if it is beyond the end."""
         return T.Bind(owned(x * self.arch.wave, self.lane, self.arch.wave, self.d)[0])
 
     def _unit(self, u: Expr) -> tuple[Expr, Expr]:
-        """(this lane's unit number u of a value in latent attention, whether it has one; None: each lane has)."""
+        """For latent attention: (number of this lane's unit u of a value, whether it exists; None if it does for all
+        lanes)."""
         unit, valid = owned(u * self.arch.wave, self.lane, self.arch.wave, self.value_d // UNIT)
         return T.Bind(unit), valid
 
     def _own_columns(self) -> Iterator[tuple[int, Expr, Expr]]:
-        """Yields (x, its column, whether the lane has one; None: it has) of this lane's elements."""
+        """Yields (register x, its column, whether it exists; None if it does for all lanes) of this lane's outputs."""
         for x in range(self.columns):
             if self.latent:
                 unit, valid = self._unit(x // UNIT)
@@ -127,7 +128,7 @@ class Rows:
                 put(self.out, T.float32(0), r * self.columns + x)
 
     def _each_batch(self, count: int) -> Iterator[Expr]:
-        """Numbers of batches of loads: scalar weights have constant places."""
+        """The numbers of batches of loads; constants if weights are scalars, whose places must be constant."""
         if self.pairs:
             yield from range(count)
             return
@@ -140,21 +141,21 @@ class Rows:
             schedule_fence(mask)
 
     def _lane_keys(self, first: Expr) -> list[Expr]:
-        """The keys that this lane scores, of the block whose first key is `first`; or their places, if that is the
-        first one's."""
+        """The keys of a block for which this lane computes scores. first: the first key of the block. If it is the
+        place of the first key in its page, the places of the keys."""
         return [T.Bind(first + (j * self.arch.wave + self.lane)) for j in range(self.keys)]
 
     # ---- products
 
     def _operands(self, units: Units, first: Expr, count: int) -> list[list[Expr]]:
-        """Loaded units first .., each as four words of two float16 or as eight float32."""
+        """The loaded units from `first` on, each as four words of two float16, or as eight float32."""
         if not self.pairs:
             return units.reals(first, count)
         found = [units.pairs(first + i) for i in range(count)]
         return [[words[place + w] for w in range(WORDS)] for words, place in found]
 
     def _factors(self, buffer: Buffer, *index: Expr) -> list[Expr]:
-        """What a unit is multiplied with, from an index of queries or weights on, likewise."""
+        """The queries or weights with which a unit is multiplied, from an index on; in the form of `_operands`."""
         *row, first = index
         if not self.pairs:
             return [T.Bind(buffer[(*row, first + e)]) for e in range(UNIT)]
@@ -173,16 +174,17 @@ class Rows:
     # ---- blocks of keys
 
     def load_keys(self, block: KeyBlock, first: Expr = 0) -> None:
-        """Loads a batch of the block's keys, units first .."""
+        """Loads a batch of the block's keys: the units from `first` on."""
         places = self._lane_keys(block.place0)
         for c in range(self.key_batch):
             for j, place in enumerate(places):
                 self.key.load_key(c * self.keys + j, block, place, first + c)
 
     def step(self, block: KeyBlock, sees: Sees, whole: Expr, zero: Expr, following: KeyBlock | None = None) -> None:
-        """Processes a `KeyBlock`. whole: unused; zero: of `step.opaque_zero`, otherwise LLVM moves the loads of all
-        queries out of the loop, into registers that do not exist; following: the block of the next step, if this one's
-        keys are loaded already."""
+        """Processes a `KeyBlock`. sees(row, key): whether a row attends to a key. whole: not used. zero: from
+        `step.opaque_zero`; without it LLVM would move the loads of all queries out of the loop, for which there are not
+        enough registers. following: the next block, whose keys are loaded here, if those of this block were loaded
+        before."""
         keys = self._lane_keys(block.key0)
         self._score(block, zero if self.arch.api == "rocm" else 0, following is not None)
         if self.attention.softcap:
@@ -220,9 +222,9 @@ class Rows:
                     self._fence(0)
 
     def rescale(self, r: Expr, largest: Expr) -> Expr:
-        """Renews row r's maximum, given the largest score of the block. Returns it."""
+        """Renews row r's maximum, given the largest score of the block, and rescales its state. Returns the maximum."""
         now = opaque(maximum(self.top[r], largest))
-        shrink = opaque(exp2(self.top[r] - now))  # 1 while nothing was seen: both are LOWEST
+        shrink = opaque(exp2(self.top[r] - now))  # 1 as long as no key was unmasked: both are LOWEST
         put(self.top, now, r)
         put(self.total, self.total[r] * shrink, r)
         for x in each(self.arch, self.columns):
@@ -230,8 +232,8 @@ class Rows:
         return now
 
     def _weigh(self, seen: Sequence[Sequence[Expr]]) -> None:
-        """Turns scores into weights, in shared memory, and rescales the state. seen: for each row, whether it sees the
-        lane's keys."""
+        """Computes weights from scores, stores them to shared memory, and rescales the state. seen: for each row,
+        whether it attends to each of the lane's keys."""
         tops = []
         for r, valid in enumerate(seen):
             largest = T.float32(LOWEST)
@@ -245,7 +247,7 @@ class Rows:
                 weight = exp2(self.scores[r * self.keys + j] - now + T.float32(P_SHIFT))
                 weight = T.Select(sees, weight, T.float32(0))
                 weight = opaque(T.cast(weight, "float16") if self.pairs else weight)
-                put(self.total, self.total[r] + T.cast(weight, "float32"), r)  # rounded, as the products use it
+                put(self.total, self.total[r] + T.cast(weight, "float32"), r)  # rounded as in the products
                 if self.pairs:
                     low = opaque(T.cast(T.reinterpret("uint16", weight), "int32"))
                     high = shuffle_xor(self.arch, opaque(T.shift_left(low, T.int32(16))), 1)
@@ -254,21 +256,21 @@ class Rows:
                     put(self.shared, weight, self.place + r * self.stride + j * self.arch.wave + self.lane)
 
     def _factors_of(self, r: Expr, key: Expr) -> list[Expr]:
-        """What values are multiplied with: a row's weights of the UNIT keys from number `key` of the block on."""
+        """A row's weights of the UNIT keys from number `key` of the block on."""
         if not self.pairs:
             return self._factors(self.shared, T.Bind(self.place + r * self.stride + key))
         j, lane = divmod(key, self.arch.wave)
         return [opaque(read_lane(self.weights[r][j], lane + 2 * w)) for w in range(WORDS)]
 
     def sums(self, values: Iterable[Expr]) -> list[Expr]:
-        """The sum over the wave's lanes of each of `values`, of which there is one per row."""
+        """The sums of `values` over the lanes of the wave. values: one for each row."""
         return self._across([opaque(x) for x in values], wave_sum, lambda a, b: a + b)
 
     def _across(
         self, values: Sequence[Expr], reduced: Callable[[Device, Expr], Expr], op: Callable[[Expr, Expr], Expr]
     ) -> list[Expr]:
-        """The reduction of each of `values` (one per row) over the wave's lanes, in all lanes. Without subgroups, one
-        pair of barriers serves all rows."""
+        """The reductions of `values` (one for each row) over the lanes of the wave, in all lanes. Without subgroup
+        operations, there is one pair of barriers for all rows."""
         if self.arch.subgroups:
             return [opaque(reduced(self.arch, x)) for x in values]
         for r, x in enumerate(values):
@@ -284,7 +286,7 @@ class Rows:
         return [opaque(found[r]) for r in range(len(values))]
 
     def _load_values(self, block: KeyBlock, first: Expr) -> None:
-        """Loads a batch of the block's values, units first .., or in latent attention as many keys as these have."""
+        """Loads a batch of the block's values: the units from `first` on; in latent attention those of as many keys."""
         if self.latent:
             places = [self._unit(u)[0] for u in range(self.units)]
             for i in range(self.batch * UNIT):
@@ -299,7 +301,7 @@ class Rows:
                 self.value.load_value(i * self.columns + x, block, first + i, column)
 
     def _add_values(self, first: Expr) -> None:
-        """Adds the loaded batch of values, weighted; `first`: its first unit of the step."""
+        """Adds the loaded batch of values, times weights. first: the number of its first unit in the block."""
         for i in range(self.batch):
             if self.latent:
                 self._add_keys(i * UNIT, (first + i) * UNIT)
@@ -310,8 +312,8 @@ class Rows:
             self._fence(SCALARS)
 
     def _add_keys(self, first: Expr, key: Expr) -> None:
-        """Adds UNIT keys' loaded values in latent attention, from number `first` of the batch on; key: the number of
-        the first in the block."""
+        """For latent attention: adds the loaded values of UNIT keys, times weights. first: number of the first one in
+        the batch; key: in the block."""
         if self.pairs:
             self._add_pairs_of_keys(first, key)
             return
@@ -345,8 +347,8 @@ class Rows:
     # ---- a key that is not in the cache
 
     def add_key(self, keys: Buffer, begin: Expr, value: Callable[[Expr], Expr]) -> None:
-        """Adds one key, which all rows see: that in shared memory from `begin` on. value(column): its value,
-        float16."""
+        """Adds a key that all rows attend to. keys: shared memory with the key from `begin` on. value(column): an
+        element of its value, float16."""
         weights = []
         for r, score in enumerate(self.sums(self._partial_score(r, keys, begin) for r in range(self.count))):
             score = soft_cap(self.attention, score)
@@ -359,7 +361,7 @@ class Rows:
                 put(self.out, fma(real, weight, self.out[r * self.columns + x]), r * self.columns + x)
 
     def _partial_score(self, r: int, keys: Buffer, begin: Expr) -> Expr:
-        """What this lane has of a row's score of a key in shared memory."""
+        """This lane's part of the score of a row and a key in shared memory."""
         score, pairs = T.float32(0), self.d // 2
         for first in range(0, pairs, self.arch.wave):
             pair = T.Bind(T.min(first + self.lane, T.int32(pairs - 1)))
@@ -374,7 +376,8 @@ class Rows:
     # ---- the end
 
     def join_waves(self) -> Callable[[Expr, Expr], Joined]:
-        """Stores this wave's results into shared memory. Returns quad(r, column) of `attention_step.join`."""
+        """Stores this wave's results to shared memory. Returns the function quad(r, column) of
+        `attention_step.join`."""
         tops, totals = (T.alloc_buffer((self.count, self.waves), "float32", scope="shared") for _ in range(2))
         stride = self.value_d if self.pairs else self.stride
         size = self.waves * self.count * stride

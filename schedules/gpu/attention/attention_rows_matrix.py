@@ -1,17 +1,19 @@
-"""Rows of queries as in `attention_rows.py`, of single rows and of chunks, on matrix units whose lanes are known
-(`matrices.py`), of either API.
+"""The online softmax of some rows in a wave, for single rows and chunks, on matrix units whose lanes are known
+(base/matrices.py), for both APIs. It has the interface of `attention_rows.py`.
 
-A wave has tiles of as many rows as operand B has columns. Everything is computed transposed:
-    scores   S^T = K Q^T: keys are operand A, queries, which stay in registers, operand B
-    outputs  O^T = V^T P^T: values are operand A, weights operand B
-Units of the cache are what a lane holds of an operand: keys and values go from the cache to registers to matrices, each
-once for all tiles, without shared memory. A lane's weights, its part of the operand P^T, are of eight consecutive keys
-of each group of keys that products sum over; where a lane holds all of an operand, the half-waves swap.
+A wave has tiles of as many rows as operand B has columns. Products are computed transposed:
+    scores   S^T = K Q^T: keys are operand A; queries are operand B, which stays in registers
+    outputs  O^T = V^T P^T: values are operand A, weights are operand B
+A unit of the cache is exactly a lane's part of an operand. So keys and values go from the cache to registers to matrix
+instructions, each once for all tiles, without shared memory. A lane's part of the operand P^T is the weights of eight
+consecutive keys of each group of keys (the keys that an instruction sums over). On units where each lane holds the
+whole operand, the half-waves exchange their weights.
 
-Keys are given to rows of A in such an order that a lane's sums are the scores of these keys, in registers.
-`attention_rows_shared.py` is for units whose sums are not known. A lane's state is that of its row of each tile:
-    top     weights are 2**(score - top). It is renewed, and the outputs are rescaled, when a weight would exceed
-            2**LIMIT; looking whether one would takes one vote
+Keys are assigned to rows of A in such an order that a lane's sums are the scores of just these keys; so scores need not
+be exchanged. (`attention_rows_shared.py` is for units whose distribution of sums is unknown.) The state of a lane, for
+its row of each tile:
+    top     weights are 2**(score - top). Only when a weight would exceed 2**LIMIT, `top` is renewed and the outputs are
+            rescaled; the test takes one vote of the wave
     total   the sum of the weights of this lane's keys
 """
 
@@ -37,15 +39,16 @@ from mlc_amd.schedules.gpu.base.step import kept, when
 from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.tir import Buffer, Expr
 
-MOVING = ("key0", "page", "place0")  # of a `KeyBlock`, what differs from block to block
-ONES = 0x3C003C00  # two float16
-BATCH = 8  # operands, at most, that are loaded at once, while those before them are multiplied
+MOVING = ("key0", "page", "place0")  # fields of a `KeyBlock` that differ from block to block
+ONES = 0x3C003C00  # two float16 ones
+BATCH = 8  # upper limit of the operands that are loaded while others are multiplied
 # For `schedule_fence`: all but products on matrices and accesses to device memory may cross; everything may.
 MATRICES, NOTHING = 0x86, 0x7FF
 
 
 class Operand(NamedTuple):
-    """Keys or values on their way: load(n) starts loads into registers number n, multiply(n) is of what is there."""
+    """An operand of keys or values. load(n) starts its loads into registers number n; multiply(n) multiplies these
+    registers."""
 
     load: Callable[[int], None]
     multiply: Callable[[int], None]
@@ -55,10 +58,10 @@ Query = Callable[[int, Expr], Expr]  # of a tile, number of a unit of the lane's
 
 
 class MatrixRows:
-    """The state of `count` rows of an `Attention` layer in a wave, number `wave` of `waves` in its workgroup. lane: its
-    number in the wave; keys: of a block, a multiple of CHUNK."""
+    """The state of `count` rows of an `Attention` layer in a wave. lane: number of the lane in the wave. wave: number
+    of the wave among the `waves` waves of the workgroup. keys: of a block, a multiple of CHUNK."""
 
-    prefetches = False  # as of `attention_rows.Rows`
+    prefetches = False  # see `attention_rows.Rows`
 
     def __init__(self, arch: Device, attention: Attention, count: int, lane: Expr, wave: Expr, waves: int, keys: int):
         self.arch, self.attention, self.count, self.d = arch, attention, count, attention.d
@@ -81,22 +84,22 @@ class MatrixRows:
     # ---- what depends on the unit
 
     def _at_once(self, keys: int) -> int:
-        """Keys that are processed at once, of so many."""
+        """How many of the `keys` keys of a block are processed at the same time."""
         return min(keys, SCORES * self.arch.wave // SIDE)
 
     def _batch(self) -> int:
-        """Operands that are loaded at once."""
+        """The number of operands that are loaded at the same time."""
         words = self.unit.units * (WORDS + 2 * self.attention.quantized)  # codes have scales
         return max(1, min(BATCH, room(self.arch, self.attention.width, self.tiles) // (2 * words)))
 
     @property
     def _loaded(self) -> dict[str, int]:
-        """Operands for which there are registers."""
+        """{kind: number of operands for which there are registers}."""
         return {"key": 2 * self.batch, "value": 2 * self.batch}
 
     def _hidden(self, x: Expr) -> Expr:
-        """A scalar in a register. For LLVM, TVM would put what it is computed of into each address, and simplify
-        that."""
+        """A scalar in a register whose value is hidden from TVM. Otherwise TVM would substitute its computation into
+        each address, and simplify each of them differently."""
         return opaque(x) if self.arch.api == "rocm" else T.Bind(x)
 
     # ---- operands
@@ -110,20 +113,21 @@ class MatrixRows:
         self.scores.clear()
 
     def across(self, x: Expr, op: Callable[[Expr, Expr], Expr]) -> Expr:
-        """op over the lanes that have the same row."""
+        """The reduction of x by `op` over the lanes that have the same row."""
         for distance in self.unit.sharing(self.arch.wave):
             x = self._hidden(op(x, shuffle_xor(self.arch, x, distance)))
         return x
 
     def _unit(self, chunk: Expr, i: int) -> tuple[Expr, Expr | None]:
-        """(this lane's unit i of a chunk of columns, whether there is one; None: there is)."""
+        """(number of this lane's unit i of a chunk of columns, whether it exists; None if it does for all lanes)."""
         unit, units = self.unit.unit(chunk, i, self.part), self.attention.width // UNIT
         if (chunk + 1) * self.unit.columns <= self.attention.width:
             return T.Bind(unit), None
         return T.Bind(T.min(unit, T.int32(units - 1))), unit < units
 
     def load_queries(self, query: Query) -> None:
-        """Where registers do not hold the queries of wide heads, they are loaded for each product."""
+        """Loads the queries into registers. For wide heads there are too few registers; `query` is then called for each
+        product."""
         self.query = query
         for t, c in product(range(self.tiles), range(self.chunks if self.holds else 0)):
             self.scores.keep(t * self.chunks + c, self._query_runs(t, c))
@@ -143,17 +147,18 @@ class MatrixRows:
         return self.scores.operands("b", tile, self._query_runs(tile, c))
 
     def _runs(self, units: Units, n: int) -> list[Expr]:
-        """Loaded units of operand number n as float16x8."""
+        """The loaded units of operand number n as float16x8."""
         found = [units.pairs(n * self.pieces + i) for i in range(self.pieces)]
         return [T.Bind(T.reinterpret(f"float16x{UNIT}", words[at(first, WORDS)])) for words, first in found]
 
     # ---- blocks of keys
 
     def step(self, block: KeyBlock, sees: Sees, whole: Expr, zero: Expr, following: KeyBlock | None = None) -> None:
-        """Processes a `KeyBlock`. sees(tile, key): whether the lane's row sees a key; whole: whether all rows of the
-        wave see all of the block; zero: of `step.opaque_zero`, otherwise LLVM unrolls the loop over parts of the block,
-        and begins with all loads, for which there are no registers; following: the block of the next step, if this
-        one's keys are loaded already (`prefetches`)."""
+        """Processes a `KeyBlock`. sees(tile, key): whether the lane's row of a tile attends to a key. whole: whether
+        all rows of the wave attend to all keys of the block. zero: from `step.opaque_zero`; without it LLVM would
+        unroll the loop over parts of the block and start with all loads, for which there are not enough registers.
+        following: the next block, whose keys are loaded here, if those of this block were loaded before
+        (`prefetches`)."""
         self.zero = zero
         if self.keys == self.own:
             self._step(block, sees, whole)
@@ -188,7 +193,8 @@ class MatrixRows:
                 operand.multiply(n)
 
     def _keys(self, block: KeyBlock) -> Iterator[Operand]:
-        """A lane's sums are the scores of eight consecutive keys of each group."""
+        """The operands of the product of keys and queries. Afterwards a lane's sums are the scores of eight consecutive
+        keys of each group."""
         unit, queries = self.unit, {}
         rows = [[T.Bind(block.place0 + r) for r in unit.eighth_rows(self.row, b)] for b in range(self.blocks)]
         for c, g, b in product(range(self.chunks), range(self.groups), range(self.blocks)):
@@ -208,7 +214,8 @@ class MatrixRows:
             yield Operand(load, multiply)
 
     def _values(self, block: KeyBlock, weights: list[list[Expr]]) -> Iterator[Operand]:
-        """weights: of `_weigh_block`, which fills it before they are multiplied."""
+        """The operands of the product of values and weights. weights: a list that `_weigh_block` fills before the first
+        operand is multiplied."""
         rows, operands = [T.Bind(r) for r in self.unit.rows(self.row)], {}
         for g, x in product(range(self.groups), range(self.columns)):
 
@@ -226,19 +233,20 @@ class MatrixRows:
             yield Operand(load, multiply)
 
     def _add_values(self, x: int, runs: list, weights: list[list]) -> None:
-        """Adds weighted values of tile x of the columns, as many products as weights are for."""
+        """Adds the products of weights and the values of tile x of the columns, one product for each operand of
+        weights."""
         for step, value in enumerate(islice(self.out.each("a", 0, runs), len(weights[0]))):
             for t, weight in enumerate(weights):
                 self.out.add_product(x * self.tiles + t, value, weight[step])
 
     def _weigh_block(self, block: KeyBlock, sees: Sees, whole: Expr) -> list[list[Expr]]:
-        """[tile][key of the lane]: the scores, whose weights now are small enough."""
+        """[tile][key of the lane]: the scores, after `top` was renewed if a weight would be too large."""
         scores = self._own_scores(block, sees, whole)
         self._renew([functools.reduce(maximum, of) for of in scores])
         return scores
 
     def _own_scores(self, block: KeyBlock, sees: Sees, whole: Expr) -> list[list[Expr]]:
-        """[tile][key of the lane], LOWEST for keys that are not seen."""
+        """[tile][key of the lane]: the scores, LOWEST for masked keys."""
         count, acc = self.groups * UNIT, self.unit.acc
         scores = [local(count) for _ in range(self.tiles)]
         for t, of in enumerate(scores):
@@ -248,7 +256,7 @@ class MatrixRows:
                 put(of, soft_cap(self.attention, of[i]), i)
         with T.If(tirx.Not(whole)), T.Then():
             if self.arch.api == "rocm":
-                schedule_fence(NOTHING)  # LLVM would mask all blocks, without a branch
+                schedule_fence(NOTHING)  # without it LLVM would mask all blocks, and remove the branch
             for t, of in enumerate(scores):
                 for i in range(count):
                     key = block.key0 + (i // UNIT * self.unit.columns + i % UNIT) + self.part * UNIT
@@ -256,7 +264,8 @@ class MatrixRows:
         return [[of[i] for i in range(count)] for of in scores]
 
     def _renew(self, largest: Sequence[Expr]) -> None:
-        """Rescales what came before if a weight would be too large. largest: of the lane's scores, of each tile."""
+        """If a weight would be too large, renews `top` and rescales the state. largest: the largest of the lane's
+        scores of each tile."""
         differences = [self._hidden(x - self.top[t]) for t, x in enumerate(largest)]
         worst = self._hidden(functools.reduce(maximum, differences))
         with T.If(any_lane(self.arch, worst > T.float32(LIMIT))), T.Then():
@@ -270,12 +279,12 @@ class MatrixRows:
             self._rescale(factors)
 
     def _rescale(self, factors: Sequence[Expr]) -> None:
-        """Multiplies the outputs of the lane's row of each tile."""
+        """Multiplies the outputs of the lane's row of each tile by a factor."""
         for x, (t, factor) in product(range(self.columns), enumerate(factors)):
             self.out.scale(x * self.tiles + t, factor)
 
     def _weigh(self, t: int, scores: Sequence[Expr]) -> list[Expr]:
-        """The weights of a tile's scores, float16, which are added to the row's total."""
+        """The weights of a tile's scores, float16. Adds them to the row's total."""
         top, halves, total = T.Bind(self.top[t]), [], self.total[t]
         if self.arch.api == "rocm":
             for i in range(0, len(scores), 2):
@@ -302,8 +311,9 @@ class MatrixRows:
     # ---- a key that is not in the cache
 
     def add_key(self, keys: Buffer, begin: Expr, value: Callable[[Expr], Expr]) -> None:
-        """Adds one key, which all rows see: that in shared memory from `begin` on. value(column): its value, float16.
-        Of the lanes that share a row the first one has its weight, as that of its first key, the others 0."""
+        """Adds a key that all rows attend to. keys: shared memory with the key from `begin` on. value(column): an
+        element of its value, float16. Among the lanes that share a row, the first has its weight in the place of its
+        first key; all other weights are 0."""
         rows, zero = self.unit.rows(self.row), T.float16(0)
         values = [[self._hidden(value(T.Bind(x * SIDE + row))) for row in rows] for x in range(self.columns)]
         scores = [soft_cap(self.attention, self._product(t, keys, begin)) for t in range(self.tiles)]
@@ -320,7 +330,7 @@ class MatrixRows:
             self._add_values(x, runs, weights)
 
     def _product(self, t: int, keys: Buffer, begin: Expr) -> Expr:
-        """The score of the lane's row."""
+        """The score of the lane's row of tile t and a key in shared memory."""
         total = T.float32(0)
         for c, i in product(range(self.chunks), range(self.unit.units)):
             place, valid = self._unit(c, i)
@@ -339,8 +349,8 @@ class MatrixRows:
         return self.across(T.Bind(self.total[tile]), operator.add)
 
     def own_columns(self, tile: int) -> Iterator[tuple[list[Expr], Expr, Expr | None]]:
-        """Yields (sums, the column of the first, whether there are such; None: there are) of WIDTH columns of the
-        lane's row each."""
+        """Yields the outputs of the lane's row, WIDTH columns at a time: (sums, first column, whether these columns
+        exist; None if they always do)."""
         for x in range(self.columns):
             sums, whole = elements(self.out.result(x * self.tiles + tile)), (x + 1) * SIDE <= self.d
             for i in range(0, self.unit.acc, WIDTH):
@@ -348,12 +358,13 @@ class MatrixRows:
                 yield sums[i : i + WIDTH], column, None if whole else column < self.d
 
     def join_waves(self) -> Callable[[Expr, Expr], Joined]:
-        """As `attention_rows.Rows.join_waves`."""
+        """See `attention_rows.Rows.join_waves`."""
         tops, totals = (T.alloc_buffer((self.count, self.waves), "float32", scope="shared") for _ in range(2))
         for t in range(self.tiles):
             total, row = self.row_total(t), T.Bind(self.row + t * self.unit.side)
             with T.If((self.part == 0) & (row < self.count)), T.Then():
-                put(tops, self.top[t] + T.float32(P_SHIFT), row, self.wave)  # the weights that others have are larger
+                # other modules scale weights by 2**P_SHIFT
+                put(tops, self.top[t] + T.float32(P_SHIFT), row, self.wave)
                 put(totals, total, row, self.wave)
         outs, rows, units = self._store_outputs()
 
@@ -363,7 +374,7 @@ class MatrixRows:
         return join(tops, totals, self.waves, out)
 
     def _store_outputs(self) -> tuple[Buffer, int, int]:
-        """(shared memory with the waves' outputs in units of WIDTH, of these a wave's, a row's)."""
+        """(shared memory with the outputs of all waves, in units of WIDTH; units of a wave; units of a row)."""
         units, count = out_units(self.d), self.count
         outs = T.alloc_buffer((self.waves * count * units,), f"float32x{WIDTH}", scope="shared")
         for t in range(self.tiles):

@@ -1,5 +1,5 @@
-"""Rows as in `attention_rows_matrix.py` where nothing is known of how sums are distributed over the lanes: scores reach
-the lanes that make weights of them through shared memory, as the outputs do in the end. All rows see the same keys."""
+"""`attention_rows_matrix.py` for units whose distribution of sums over lanes is unknown (NVIDIA's). Scores go through
+shared memory to the lanes that compute weights, and so do outputs at the end. All rows attend to the same keys."""
 
 import operator
 from itertools import product
@@ -18,13 +18,14 @@ from mlc_amd.schedules.gpu.base.registers import elements, put
 from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.tir import Buffer, Expr
 
-# Units of keys, at most, that stay in registers while values are multiplied. Heads of 128 have 16, and take 3 to 5 %
-# longer with them on an H100, after 512 tokens as after 16384.
+# The next keys are only loaded ahead, while values are multiplied, if they have at most so many units. Heads of 128
+# have 16, with which an H100 takes 3 to 5 % longer, after 512 tokens and after 16384.
 MOST_AHEAD = 8
 
 
 class SharedRows(MatrixRows):
-    """ahead: whether the keys of the next block are loaded while this one is multiplied, if registers hold them."""
+    """See the module. ahead: whether to load the keys of the next block while this one is multiplied, if there are
+    enough registers."""
 
     scores: Matrices
     out: Matrices
@@ -45,7 +46,7 @@ class SharedRows(MatrixRows):
 
     @property
     def _loaded(self) -> dict[str, int]:
-        """All keys of a block, and values of a group of keys."""
+        """See `MatrixRows`: all keys of a block, and the values of a group of keys."""
         return {"key": self.chunks * self.groups * self.blocks, "value": self.columns}
 
     def start(self) -> None:
@@ -79,7 +80,8 @@ class SharedRows(MatrixRows):
         wave_barrier()
 
     def _store(self, sums: Fragments, count: int, row_units: int) -> None:
-        """Stores `count` matrices of sums of each tile as rows of shared memory, side by side."""
+        """Stores `count` matrices of sums of each tile to shared memory, side by side: a row of shared memory for each
+        row."""
         for n, t in product(range(count), range(self.tiles)):
             place = self.shared[self.base + (t * self.unit.side * row_units + n * (SIDE // WIDTH))]
             sums.store(n * self.tiles + t, place, row_units * WIDTH, "col_major")
@@ -102,8 +104,8 @@ class SharedRows(MatrixRows):
             put(self.factors, T.broadcast(factor, WIDTH), self.factor_base + (t * wave + self.lane))
         wave_barrier()
         for t in range(self.tiles):
-            # Column by column, m times the same factor. Row by row, also with a stride of 0, NVIDIA's driver 580
-            # reads other memory in this kernel, though not in small ones.
+            # By columns, each of which is m times the same factor. A load by rows with a stride of 0 would do, too, but
+            # NVIDIA's driver 580 then reads wrong memory in this kernel (not in small ones).
             self.factor.load(0, self.factors[self.factor_base + t * wave], SIDE, "col_major")
             with out.elements(0) as e:
                 factor = self.factor.get(0, e)
@@ -128,7 +130,8 @@ class SharedRows(MatrixRows):
 def rows_on_matrices(
     arch: Device, attention: Attention, count: int, lane: Expr, wave: Expr, waves: int, keys: int, ahead: bool = False
 ) -> MatrixRows:
-    """The state of `count` rows in a wave; ahead: of no effect where lanes of sums are known."""
+    """The state of `count` rows in a wave, on the arch's matrix unit. ahead: see `SharedRows`; ignored for units whose
+    distribution of sums is known."""
     if known_unit(arch).knows_sums:
         return MatrixRows(arch, attention, count, lane, wave, waves, keys)
     return SharedRows(arch, attention, count, lane, wave, waves, keys, ahead)

@@ -1,12 +1,13 @@
-"""How the keys of decode attention's rows are distributed: over splits, which workgroups have, and their waves.
+"""Distribution of keys in decode attention: the visible keys of a row are divided into splits, one for each workgroup,
+and the keys of a split between the waves of its workgroup.
 
-`splits_of` gives a shape's splits and what each has, as an arch's plan says. In a step of several rows `split_of`
-determines, in the kernel, which split of which row a workgroup has: a row that sees many keys has more splits than
-others, none has more than it would have alone, and there are no more workgroups than splits with something to do.
+`splits_of` returns the sizes of splits for a shape, from an arch's plan. In a step of several rows, `split_of` computes
+in the kernel which split of which row a workgroup has. A row with many keys has more splits than others, but no row has
+more than it would have alone, and there are no more workgroups than non-empty splits.
 
-Splits join in device memory, within one launch (`join_splits`): each stores its rows' outputs, maxima and sums of
-weights into Parts and then increments the atomic counter Arrived of its rows. The split that finds all others arrived
-joins the results and stores the output. Why it reads what the others stored: `arrival.py`.
+Splits join in device memory, within the launch (`join_splits`). Each split stores its rows' outputs, maxima and sums of
+weights to Parts, and then increments the atomic counter Arrived of its rows. The split that finds that all others have
+arrived joins the results, and stores the output. base/arrival.py explains why it reads what the others have stored.
 """
 
 import math
@@ -45,56 +46,58 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 @dataclass(frozen=True)
 class DecodePlan:
-    threads: int = 128  # of a workgroup, at most
-    fill: int = 2  # workgroups per compute unit that a long context is split into
-    step: int = STEP  # keys between two looks at the maximum; on "rocm" STEP
-    batch: int = 8  # splits whose results are loaded at once
-    # query heads that a workgroup has, at least; where more share a KV head, several workgroups read its keys
+    threads: int = 128  # upper limit of the threads of a workgroup
+    fill: int = 2  # workgroups per compute unit into which a long context is split
+    step: int = STEP  # keys between two renewals of the maximum; always STEP for rocm
+    batch: int = 8  # splits whose results are loaded at the same time
+    # query heads of a workgroup; if more share a KV head, several workgroups read its keys
     rows: int = MAX_GROUP
-    loads: int = LOADS  # this and `ahead`: of attention_rows_size.KeyLoads; of no effect on "rocm"
+    loads: int = LOADS  # see attention_rows_size.KeyLoads, also for `ahead`; ignored for rocm
     ahead: int = 0
 
 
 class MatrixDecodePlan(DecodePlan):
-    """Of rows on matrix units whose lanes are known (`attention_rows_matrix.py`)."""
+    """A plan for rows on matrix units whose lanes are known (`attention_rows_matrix.py`)."""
 
 
-LATENT_ROWS = 4  # of latent attention, whose rows have the most columns: as many as registers hold
-MATRIX_GROUP = 4  # query heads of a KV head, at least, that are worth matrices
-# What matrices are fed with: whole blocks of 32 keys, all splits' results at once, 8 query heads.
+LATENT_ROWS = 4  # rows for latent attention, which has the most columns: as many as fit into registers
+MATRIX_GROUP = 4  # matrix units are used if at least so many query heads share a KV head
+# For matrix units: blocks of 32 keys, the results of all splits loaded at the same time, 8 query heads.
 MATRIX = MatrixDecodePlan(step=32, batch=32, rows=8)
-MATRIX_THREADS = (256, 128, 96, 64)  # of a workgroup
-# Threads that a compute unit runs at once: heads of 128 columns take 184 to 193 of 512 registers, so that 320 fit. With
-# more splits some begin when others end. ROW_THREADS: with a workgroup for each row, where that is worth it.
+MATRIX_THREADS = (256, 128, 96, 64)  # threads of a workgroup to choose from
+# Threads that a compute unit should run at the same time. Heads of UNIT_COLUMNS columns need 184 to 193 of 512
+# registers, so 320 fit; with more splits, some would begin only when others end. ROW_THREADS: with a workgroup for each
+# row.
 UNIT_THREADS, ROW_THREADS, UNIT_COLUMNS = 256, 384, 128
-FIELD = 7  # bits of a word for a row, or for a number of splits
+FIELD = 7  # bits of a word that hold the number of a row, or a number of splits
 
 
 def alone_of(arch: Device) -> int:
-    """Blocks of keys that each wave of a workgroup processes before there are splits, as joining them in device memory
-    takes time, too: about a microsecond a block."""
+    """The number of blocks of keys that each wave processes before a row is divided into splits. Joining splits in
+    device memory takes time, too; a block takes about a microsecond."""
     return 1 + int(arch.join_us)
 
 
 def default_plan(attention: Attention, arch: Device, m: int = 1) -> DecodePlan:
-    """The rule, of a layer for m rows: matrices where their lanes are known and enough query heads share a KV head;
-    else rows of queries in registers."""
+    """The rule for m rows of a layer: matrix units if their lanes are known and enough query heads share a KV head;
+    otherwise vector instructions."""
     plan = DecodePlan(loads=LOADS if arch.registers else FEWER_LOADS)
     unit = known_unit(arch) if attention_rows_size.suits(arch, attention) else None
     if unit and unit.knows_sums and attention_rows_size.pays(arch, attention.group):
         plan = MatrixDecodePlan()
     elif attention.values:
         plan = replace(plan, rows=LATENT_ROWS)
-    elif attention.span and alone_of(arch) > 1:  # one split has all keys: workgroups for each head fill the GPU
+    elif attention.span and alone_of(arch) > 1:  # one split has all keys, so workgroups for each head fill the GPU
         plan = replace(plan, rows=1, step=32)
     elif unit and not unit.knows_sums and not attention.span and attention.group >= MATRIX_GROUP:
         plan = _on_matrices(attention, arch, m)
-    return plan if m == 1 else replace(plan, batch=DecodePlan.batch)  # a step of several rows gains by little code
+    return plan if m == 1 else replace(plan, batch=DecodePlan.batch)  # steps of several rows profit from less code
 
 
 def _on_matrices(attention: Attention, arch: Device, m: int) -> MatrixDecodePlan:
-    """Workgroups that fill the registers of all compute units. In steps of more than FEW rows a workgroup for a part of
-    each row's heads comes first, and has as many threads as they leave each: in smaller ones the rows may be few."""
+    """The plan whose workgroups fill the registers of all compute units. In steps of more than FEW rows, there is first
+    a workgroup for each row and part of its heads, with as many threads as all of these leave to each. In smaller steps
+    there may be few rows."""
     narrow = max(UNIT_COLUMNS // attention.d, 1)
     if m <= FEW:
         unit = UNIT_THREADS * narrow if m == 1 else UNIT_THREADS
@@ -106,13 +109,13 @@ def _on_matrices(attention: Attention, arch: Device, m: int) -> MatrixDecodePlan
 
 
 def _group(plan: DecodePlan, shared: int) -> int:
-    """The query heads that a workgroup has, of `shared` ones with the same KV head."""
+    """The number of query heads of a workgroup. shared: number of query heads with the same KV head."""
     return next(n for n in range(min(plan.rows, shared), shared + 1) if shared % n == 0)
 
 
 class Splits(NamedTuple):
-    """How a KV head's keys are distributed: up to `count` workgroups of `waves` waves, which take blocks of `step` keys
-    round robin, for each `group` of the query heads; `parts` such groups share a KV head."""
+    """How the keys of a KV head are distributed: for each group of `group` query heads, up to `count` workgroups of
+    `waves` waves, which take blocks of `step` keys round robin. `parts` such groups share a KV head."""
 
     count: int
     waves: int
@@ -120,46 +123,48 @@ class Splits(NamedTuple):
     group: int
     d: int  # columns of an output
     step: int
-    batch: int  # splits whose results are loaded at once
+    batch: int  # splits whose results are loaded at the same time
     parts: int
     maximum: int  # splits for which there is memory
-    alone: int  # of `alone_of`
+    alone: int  # from `alone_of`
     fill: int  # splits that all rows together should have
-    matrix: bool = False  # of a `MatrixDecodePlan`
+    matrix: bool = False  # whether it is for matrix units (`MatrixDecodePlan`)
     loads: KeyLoads | None = None
 
     def workgroups(self, m: int) -> int:
-        """Of m rows, for each group of query heads: as many as there may be splits with something to do."""
+        """The number of workgroups for m rows and a group of query heads: the largest number of non-empty splits."""
         return min(m * self.count, self.fill + m) if m > 1 else self.count
 
     def least(self, total: Expr) -> Expr:
-        """The blocks that a split of several rows has at least. total: of all rows."""
+        """The least number of blocks of a split, in a step of several rows. total: number of blocks of all rows."""
         return opaque(T.max((total + (self.fill - 1)) // self.fill, T.int32(self.waves)))
 
     def least_whole(self, arch: Device, steps: list[Expr], least: Expr) -> Expr:
-        """As `least`, where each of a row's splits counts as if it had `least` blocks: of more than `fill` the last
-        would begin when the first end. steps: blocks of the rows of a lane; least: of `least`."""
+        """`least`, increased so that there are at most `fill` splits if each counts as `least` blocks; further splits
+        would begin only when the first ones end. steps: numbers of blocks of the rows of a lane. least: from
+        `least`."""
         whole = [opaque(T.Select(x > least, self._count(x, least) * least, x)) for x in steps]
         return self.least(wave_sum(arch, opaque(sum(whole[1:], whole[0]))))
 
     def _count(self, steps: Expr, least: Expr) -> Expr:
-        """The splits of so many blocks."""
+        """The number of splits for `steps` blocks."""
         if not self.matrix:
             return T.truncdiv(steps + least - 1, least)
-        # exact below 2**20 blocks, and faster than a division of integers
+        # exact below 2**20 blocks, and faster than an integer division
         return T.cast((T.cast(steps + least, "float32") - T.float32(0.5)) / T.cast(least, "float32"), "int32")
 
     def active(self, steps: Expr, least: Expr = None) -> Expr:
-        """The number of splits that have a block to process, at least one. steps: blocks in all; least: of `least`,
-        None for one row."""
+        """The number of splits with at least one block; 1 if there are no blocks. steps: number of blocks. least: from
+        `least`, None for a step of one row."""
         one = least is None
         splits = (steps + self.waves - 1) // self.waves if one else self._count(steps, least)
         count = T.max(T.min(splits, T.int32(self.count)), T.int32(1))
         return T.Bind(count if self.alone == 1 else T.Select(steps <= self.waves * self.alone, T.int32(1), count))
 
     def share(self, steps: Expr, split: Expr, wave: Expr, active: Expr, several: bool) -> tuple[Expr, Expr, Expr]:
-        """(the first block of a wave, the distance to its next one, how many it has) of `steps` blocks. With `several`
-        rows blocks are divided among the active splits; with one to all splits, unless one is active alone."""
+        """(first block of a wave, distance between its blocks, number of its blocks). steps: number of blocks. several:
+        whether the step has several rows: then blocks are divided between the active splits; otherwise between all
+        splits, unless only one is active."""
 
         def rest(streams: Expr) -> Expr:
             return T.max((steps - stream + streams - 1) // streams, T.int32(0))
@@ -176,8 +181,8 @@ class Splits(NamedTuple):
 
 
 def splits_of(attention: Attention, arch: Device, plan: DecodePlan | None = None, m: int = 1) -> Splits:
-    """The splits of a layer for m rows: no more than the visible keys have blocks for, than fill the GPU, than a wave
-    has lanes to join them. ValueError for a plan that the arch cannot run."""
+    """The splits of a layer for m rows. Their number is limited by the blocks of visible keys, by what fills the GPU,
+    and by the lanes of a wave, which join them. Raises ValueError for a plan that the arch cannot run."""
     plan = plan or default_plan(attention, arch, m)
     kv_heads, d, span = attention.kv_heads, attention.d, attention.span
     matrix, shared = isinstance(plan, MatrixDecodePlan), attention.group if attention.values else group_of(attention)
@@ -193,7 +198,7 @@ def splits_of(attention: Attention, arch: Device, plan: DecodePlan | None = None
         waves = attention_rows_size.waves_of(arch, group, d, plan.threads, plan.step)
     else:
         waves = dot_waves_of(arch, group, d, plan.threads)
-    keys = min(attention.ctx, span + plan.step) if span else attention.ctx  # what is seen may begin within a block
+    keys = min(attention.ctx, span + plan.step) if span else attention.ctx  # visible keys may begin within a block
     fill, maximum = -(-plan.fill * arch.units // (kv_heads * parts)), max_splits(m)
     count = min(-(-keys // (plan.step * waves)), fill, maximum, arch.wave)
     batch, alone = min(plan.batch, arch.wave), alone_of(arch)
@@ -205,9 +210,9 @@ def splits_of(attention: Attention, arch: Device, plan: DecodePlan | None = None
 def split_of(
     arch: Device, attention: Attention, splits: Splits, places: Buffer, m: int, count: Expr, workgroup: Expr, lane: Expr
 ) -> tuple[Expr, Expr, Expr, Expr]:
-    """Assigns the splits of the first `count` of m rows to workgroups, those of row 0 first. (Whether this workgroup
-    has one, its row, the number of its split, the splits of that row), the same in all lanes. Each wave computes it: a
-    lane has a row or several."""
+    """Assigns the splits of the first `count` of m rows to workgroups, those of row 0 first. Returns (whether this
+    workgroup has a split, its row, the number of its split, the number of splits of the row), the same in all lanes.
+    Each wave computes it; each lane has one row or several."""
     found = T.int32(0)
     for row, active, before in splits_of_rows(arch, attention, splits, places, m, count, lane):
         split = opaque(workgroup - before)
@@ -222,7 +227,7 @@ def split_of(
 def splits_of_rows(
     arch: Device, attention: Attention, splits: Splits, places: Buffer, m: int, count: Expr, lane: Expr
 ) -> Iterator[tuple[Expr, Expr, Expr]]:
-    """Yields, for each row that a lane has: (row, its splits, those of all rows before it)."""
+    """Yields for each row of a lane: (row, number of its splits, number of the splits of all rows before it)."""
     steps = []
     for first in range(0, m, arch.wave):
         row = T.Bind(T.min(first + lane, T.int32(m - 1)))
@@ -245,12 +250,12 @@ def join_splits(
     arch: Device, step: Step, splits: Splits, place: tuple[Expr, Expr], thread: tuple[Expr, Expr],
     quad: Callable[[Expr, Expr], Joined], split: Expr, active: Expr,
 ) -> None:  # fmt: skip
-    """Joins `active` splits of part `part` of the heads of row `token` of a step, of which this workgroup has number
-    `split`, and stores the output. place: (token, part); thread: (wave, lane); quad(row, column): the workgroup's
-    results, of `attention_step.join`."""
+    """Joins the `active` splits of a row and a part of its heads, and stores the output. split: number of this
+    workgroup's split. place: (row `token` of the step, number `part` of the group of query heads). thread: (wave,
+    lane). quad(row, column): the workgroup's results, from `attention_step.join`."""
     (token, part), (wave, lane), (Parts, Arrived) = place, thread, step.scratch
     tid, parts, group, d = T.Bind(wave * arch.wave + lane), step.layer.kv_heads * splits.parts, splits.group, splits.d
-    number = part if isinstance(token, int) else T.Bind(token * parts + part)  # of all parts of all tokens
+    number = part if isinstance(token, int) else T.Bind(token * parts + part)  # among all parts of all tokens
 
     def each_quad() -> Iterator[tuple[Expr | None, Expr, Expr]]:
         return quads(arch, splits.threads, tid, group, d)
@@ -259,13 +264,13 @@ def join_splits(
         return part * group + row
 
     def there(split: Expr, element: Expr) -> Expr:
-        """Where a split's element is in Parts."""
+        """The index of a split's element in Parts."""
         stride = stride_of(group, d)
         return number * (splits.maximum * stride) + split * stride + element
 
     def store(values: Sequence[Expr], row: Expr, column: Expr, valid: Expr) -> None:
         column, y = head(row) * d + column, [T.Bind(y) for y in values]
-        if isinstance(step.op, CausalAttention) and step.op.back:  # neighbouring lanes have neighbouring columns
+        if isinstance(step.op, CausalAttention) and step.op.back:  # needs neighbouring columns in neighbouring lanes
             (y,) = hadamard(arch, lane, [y], step.layer.rotation)
         step.store(arch, y, token, column, valid)
 
@@ -280,7 +285,7 @@ def join_splits(
         for valid, row, column in each_quad():
             top, total, out = quad(row, column)
             tail = group * d + row * WIDTH
-            # On Vulkan whole 16 bytes of each row, as the outputs are stored.
+            # On Vulkan 16 bytes for each row, the same width as stores of outputs.
             row_values = [top, total] if arch.api == "rocm" else [top, total, *[T.float32(0)] * (WIDTH - 2)]
             outputs = out, None, (there(split, row * d + column),)
             outbox.send(valid, Parts, outputs, (row_values, column == 0, (there(split, tail),)))

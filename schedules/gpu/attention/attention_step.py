@@ -1,17 +1,15 @@
-"""What the kernels of attention share: parameters, the rows of a chunk, the softmax.
+"""The common part of attention kernels: parameters, the rows of a chunk, the softmax, and the sizes of the buffers
+through which splits join.
 
-In: an operator. Out: `Step`. `attention_decode.py` has the launch for the single rows of a step,
-`attention_prefill*.py` those for its chunk; `attention.py` combines them. Where these do not rotate and write them, the
-queries are rotated, and the cache contains the rows' own keys and values. The live rows' outputs are stored, in an
-activation layout of `quantize.py`.
+In: an operator. Out: `Step`. `attention_decode.py` emits the launch for the single rows of a step,
+`attention_prefill*.py` those for its chunk, and `attention.py` combines them. If a launch does not rotate queries and
+write keys and values itself, queries must be rotated already, and the cache must have the rows' own keys and values.
+The outputs of live rows are stored in an activation layout of `quantize.py`.
 
-Splits of decode attention join through buffers in device memory, which are parameters, too: how many splits there may
-be, and how large that makes them.
-
-The softmax: scores are exponents of two: log2(e) is part of the scale of the queries. A kernel keeps, for each row (one
-query of one head), the maximum score so far, the sum of weights relative to it, and the weighted sum of values. Weights
-are scaled by 2**P_SHIFT: as float16, those down to 2**-29 of the largest are normal numbers. (Cooperative matrices have
-a scale of their own, see `attention_prefill_coop.py`.)
+The softmax. Scores are exponents of 2: the scale of queries includes log2(e). A row is one query of one head. For each
+row a kernel keeps the maximum score so far, the sum of weights relative to it, and the weighted sum of values. Weights
+are scaled by 2**P_SHIFT, so that as float16 those down to 2**-29 of the largest are normal numbers. (Cooperative
+matrices use another scale, see `attention_prefill_coop.py`.)
 """
 
 import functools
@@ -36,18 +34,19 @@ from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 # ---- the softmax
 
-LOWEST = -1e30  # in place of minus infinity: may be subtracted from itself
+LOWEST = -1e30  # replaces minus infinity, because LOWEST - LOWEST must be 0
 P_SHIFT = 15  # weights are scaled by 2**15
-OTHER_BYTES = 1 << 10  # of shared memory for what is small and of a fixed size
-MAX_GROUP = 16  # rows that fit the registers
-# On matrices weights are 2**(score - top) with any `top` that keeps them within float16: it is renewed when one would
-# exceed 2**LIMIT; the new one makes the largest 2**START. Weights are normal float16 down to 2**-22 of it at least.
+OTHER_BYTES = 1 << 10  # bytes of shared memory for small buffers of fixed size
+MAX_GROUP = 16  # upper limit of the rows that fit into registers
+# On matrix units weights are 2**(score - top), for any `top` with which they fit into float16. If a weight would exceed
+# 2**LIMIT, `top` is renewed so that the largest weight is 2**START. So weights down to 2**-22 of the largest are
+# normal.
 LIMIT, START = 15, 8
-MAX_EXPONENT = 100  # of a sink's weight: the sum stays finite, and the outputs become 0 to within 2**-85
+MAX_EXPONENT = 100  # upper limit of the exponent of a sink's weight: the sum stays finite, outputs are 0 within 2**-85
 
 
 def group_of(layer: Attention) -> int:
-    """Query heads per KV head. UserError unless it is a whole number up to MAX_GROUP."""
+    """The number of query heads per KV head. Raises UserError unless it is a whole number up to MAX_GROUP."""
     if layer.heads % layer.kv_heads or layer.group > MAX_GROUP:
         raise UserError(
             f"attention on the GPU needs 1 to {MAX_GROUP} query heads per KV head, not {layer.heads} to "
@@ -57,19 +56,19 @@ def group_of(layer: Attention) -> int:
 
 
 def soft_cap(attention: Attention, score: Expr) -> Expr:
-    """The score with the layer's softcap: softcap * tanh(s / softcap) of s = score / log2(e), times log2(e) again. For
-    layers without one, the score itself."""
+    """The score with the layer's softcap: softcap * tanh(s / softcap) * log2(e), where s = score / log2(e). The score
+    itself for layers without softcap."""
     cap = attention.softcap
     if not cap:
         return score
-    # tanh(x) = 1 - 2 / (exp(2x) + 1): an exponential that overflows gives 1
+    # tanh(x) = 1 - 2 / (exp(2x) + 1), which is 1 if the exponential overflows
     inverse = rcp(exp2(score * T.float32(2 / cap)) + T.float32(1))
     return T.Bind(T.float32(cap * LOG2E) - inverse * T.float32(2 * cap * LOG2E))
 
 
 def with_sink(sinks: Buffer, head: Expr, total: Expr, top: Expr, shift: int = P_SHIFT) -> Expr:
-    """The softmax's denominator: `total`, relative to the maximum `top` and scaled by 2**shift, and the weight of the
-    head's sink. To be used once per row, when all parts of its keys are joined."""
+    """The denominator of the softmax: `total` plus the weight of the head's sink. Both are relative to the maximum
+    `top`, and scaled by 2**shift. To be used once for each row, when all parts of its keys are joined."""
     if sinks is None:
         return total
     exponent = sinks[head] * T.float32(LOG2E) - top + T.float32(shift)
@@ -77,8 +76,8 @@ def with_sink(sinks: Buffer, head: Expr, total: Expr, top: Expr, shift: int = P_
 
 
 def output_args(attention: Attention, m: int, layout: str) -> list:
-    """Declares the output [m, heads*value_d] in that `layout`. UserError for int8 blocks if heads are not whole
-    blocks."""
+    """Declares the output parameters, [m, heads*value_d] in a layout. Raises UserError for the layout "rows" if a head
+    is not a multiple of 32 columns."""
     if layout == "rows" and attention.value_d % BLOCK:
         raise UserError(
             f"attention gives int8 blocks of {BLOCK} columns, not of heads of {attention.value_d}; quantize its output "
@@ -87,12 +86,12 @@ def output_args(attention: Attention, m: int, layout: str) -> list:
     return act_args(m, attention.heads * attention.value_d, layout)
 
 
-Sees = Callable[[int, Expr], Expr]  # whether a row sees a key
+Sees = Callable[[int, Expr], Expr]  # (row, key) -> whether the row attends to the key
 
 
 class Joined(NamedTuple):
-    """Four consecutive columns of a row, from all waves: weights are relative to `top`; out / total is attention's
-    output."""
+    """The joined results of all waves for four consecutive columns of a row. Weights are relative to `top`; the output
+    of attention is out / total."""
 
     top: Expr
     total: Expr
@@ -102,8 +101,8 @@ class Joined(NamedTuple):
 def join(
     tops: Expr, totals: Expr, waves: int, out: Callable[[Expr, Expr, Expr], list[Expr]]
 ) -> Callable[[Expr, Expr], Joined]:
-    """quad(r, column) -> Joined, for any thread after a barrier; column % 4 == 0. tops, totals: [rows, waves] in LDS;
-    out(wave, r, column): a wave's sums of WIDTH columns."""
+    """Returns quad(r, column) -> Joined, which any thread may call after a barrier; column: a multiple of 4. tops,
+    totals: [rows, waves] in LDS. out(wave, r, column): a wave's sums of WIDTH columns."""
 
     def quad(r: Expr, column: Expr) -> Joined:
         top = functools.reduce(maximum, [tops[r, w] for w in range(waves)], T.float32(LOWEST))
@@ -119,26 +118,27 @@ def join(
 
 # ---- parameters and rows
 
-MAX_SPLITS, SEVERAL = 32, 8  # of a row, at most: with up to SEVERAL rows; the others have SEVERAL at least
-MAX_PARTS = SEVERAL * max(SLOTS, MAX_SPLITS)  # rows times splits that there is memory for
+MAX_SPLITS, SEVERAL = 32, 8  # a row may have MAX_SPLITS splits in steps of up to SEVERAL rows, else at least SEVERAL
+MAX_PARTS = SEVERAL * max(SLOTS, MAX_SPLITS)  # rows times splits for which there is memory
 
 
 def max_splits(m: int) -> int:
-    """Splits that each of m rows may have: a launch with many rows has workgroups for all of them, most of which have
-    nothing to do."""
+    """The upper limit of the splits of each of m rows. It is lower for many rows, because a launch has workgroups for
+    all splits, most of which would have nothing to do."""
     return max(SEVERAL, MAX_SPLITS * SEVERAL // max(m, SEVERAL))
 
 
 def stride_of(group: int, d: int) -> int:
-    """float32 of a split's results in Parts, whole cache lines: the rows' outputs, then (top, total, -, -) of each
-    row."""
+    """The number of float32 values of a split's results in Parts, a multiple of a cache line: the outputs of its rows,
+    then (top, total, -, -) of each row."""
     return -(-group * (d + WIDTH) // LINE) * LINE
 
 
 def scratch_shapes(heads: int, d: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Parameter name -> (shape, dtype) of the buffers that splits join through, large enough for every plan and SLOTS
-    rows. d: columns of a head's output. "Arrived" must be zero before the first launch and is zero after each; "Parts"
-    may hold anything."""
+    """{parameter name: (shape, dtype)} of the buffers through which splits join, large enough for every plan and SLOTS
+    rows.
+    d: columns of a head's output. "Arrived" must be zero before the first launch, and is zero after each launch.
+    "Parts" need not be initialized."""
     return {"Parts": ((heads * MAX_PARTS * stride_of(1, d),), "float32"), "Arrived": ((SLOTS * heads,), "int32")}
 
 
@@ -170,7 +170,7 @@ class Step(NamedTuple):
         return T.Bind(T.min(live, T.int32(self.op.single)))
 
     def token_and_head(self, row: Expr) -> tuple[Expr, Expr]:
-        """Of a row that is counted by tokens and heads."""
+        """(token, head) of a row, where rows are numbered by tokens and heads of a group."""
         heads = T.int32(self.layer.heads)
         return T.Bind(T.truncdiv(row, heads)), T.Bind(T.truncmod(row, heads))
 
@@ -179,7 +179,7 @@ class Step(NamedTuple):
         emit_store(arch, self.op.layout, self.out, list(y), row, column, valid)
 
     def refuse_blocks(self) -> None:
-        """UserError for the layout "rows", whose blocks no lane has on matrix units."""
+        """Raises UserError for the layout "rows": on matrix units, lanes do not have its blocks."""
         if self.op.layout == "rows":
             raise UserError(
                 "attention on matrix units gives float32 or float16, not int8 blocks; quantize its output separately"
@@ -187,8 +187,8 @@ class Step(NamedTuple):
 
 
 def quads(arch: Device, threads: int, tid: Expr, rows: int, d: int) -> Iterator[tuple[Expr | None, Expr, Expr]]:
-    """Yields (valid, row, column) of the groups of four of d columns of rows that thread `tid` has; valid is None where
-    all threads have one."""
+    """Yields (valid, row, column) for each group of four columns that thread `tid` has, of `rows` rows of d columns.
+    valid: whether the thread has a group in this step; None if all threads do."""
     count = rows * d // WIDTH
     for i in each(arch, -(-count // threads)):
         own, valid = owned(i * threads, tid, threads, count)
@@ -199,15 +199,15 @@ def quads(arch: Device, threads: int, tid: Expr, rows: int, d: int) -> Iterator[
 class ChunkRow(NamedTuple):
     """A row of a chunk."""
 
-    token: Expr  # of the chunk
-    step_row: Expr  # its row in the step
+    token: Expr  # number of its token in the chunk
+    step_row: Expr  # row of the step with this token
     head: Expr
-    valid: Expr  # whether there is such a row
+    valid: Expr  # whether the row exists
 
 
 class ChunkRows(NamedTuple):
-    """The rows (token x head of the group) of KV head `kv` in the chunk of a step, from row `first` on. Rows beyond the
-    chunk compute the same as its last token and are not stored."""
+    """The rows (pairs of a token and a query head) of KV head `kv` in the chunk of a step, from row `first` on. Rows
+    beyond the chunk repeat its last token, and are not stored."""
 
     step: Step
     chunk: Chunk
@@ -221,7 +221,8 @@ class ChunkRows(NamedTuple):
         return ChunkRow(token, T.Bind(self.chunk.row(token)), head, row // group < self.chunk.count)
 
     def store(self, arch: Device, quad: Callable[[Expr, Expr], Joined], count: int, threads: int, tid: Expr) -> None:
-        """Stores what the waves of a workgroup have of `count` rows, joined by `quad` of `attention_step.join`."""
+        """Stores the outputs of `count` rows. quad: the joined results of the waves of a workgroup, from
+        `attention_step.join`."""
         d = self.step.layer.value_d
         for valid, r, column in quads(arch, threads, tid, count, d):
             (top, total, values), place = quad(r, column), self.place(r)
@@ -232,10 +233,10 @@ class ChunkRows(NamedTuple):
 
 
 def attention_step(op: Attending, state: Buffer) -> Step:
-    """Declares the parameters after `state`: rows int32[m, 2], pages, then Qo float16 [m, heads, width] or those of
-    `rope_args`, the cache as in `cache.py`, [Sinks float32 [heads]], where rows may be single ones Parts, Arrived of
-    `scratch_shapes`, the output [m, heads*value_d] in the operator's layout. UserError for shapes that `cache_types`,
-    `rope_args` or `output_args` refuses."""
+    """Declares the parameters after `state`: rows int32[m, 2]; pages; Qo float16 [m, heads, width] or the parameters of
+    `rope_args`; the cache (`cache.py`); [Sinks float32 [heads]]; if there may be single rows, Parts and Arrived
+    (`scratch_shapes`); the output [m, heads*value_d] in the operator's layout. Raises UserError for shapes that
+    `cache_types`, `rope_args` or `output_args` refuses."""
     layer, m = op.layer, op.m
     shapes = scratch_shapes(layer.heads, layer.value_d) if op.single else {}
     if shapes:

@@ -1,34 +1,38 @@
-"""The KV cache of an attention layer on a GPU: its layout, where the keys of a sequence are, and which of them a row
-sees. No other module knows any of it.
+"""The KV cache of an attention layer on a GPU: its layout, the places of a sequence's keys, and which keys a row
+attends to ("sees"). No other module depends on the layout.
 
-    Kc float16 [pages, kv_heads, PAGE/32, width/8, 32, 8]   units of 8 elements of a key: 32 lanes with a key each read
+    Kc float16 [pages, kv_heads, PAGE/32, width/8, 32, 8]   a unit is 8 elements of a key: 32 lanes with a key each read
                                                             512 consecutive bytes
-    Vc float16 [pages, kv_heads, PAGE/8, width, 8]          units of 8 consecutive keys of a column: lanes with a column
-                                                            each read consecutive bytes
+    Vc float16 [pages, kv_heads, PAGE/8, width, 8]          a unit is a column of 8 consecutive keys' values: lanes with
+    a
+                                                            column each read consecutive bytes
 
-A unit has 16 bytes and is also what a lane of a matrix instruction takes of an operand. width is d rounded up to what
-matrix instructions take (`Attention.width`); the padding is never written, and read by matrix instructions only. Both
-must be allocated zeroed: attention multiplies padding, and values beyond the last key, by 0. Kernels are declared for
-ctx/PAGE pages, but there may be any number, of fewer than 2**31 elements.
+A unit is 16 bytes, and is exactly a lane's part of an operand of a matrix instruction. width is d rounded up to a size
+that matrix instructions take (`Attention.width`). The padding is never written, and only matrix instructions read it.
+Both tensors must be zeroed when they are allocated: attention multiplies padding, and values after the last key, by 0.
+Kernels are declared for ctx/PAGE pages, but the tensors may have any number of pages, up to 2**31 elements.
 
-In latent attention there is Kc alone: values are the leading columns of the keys.
+Latent attention has only Kc: values are the first columns of the keys.
 
-A quantized cache (`Attention.quantized`) has codes, of 8 bits with two units side by side in 16 bytes, of 4 bits with a
-unit of a key in 4 bytes and a unit of two columns of the values in 8 (`cache_codes.py`):
+A quantized cache (`Attention.quantized`) has codes instead of float16 (`cache_codes.py`). With 8 bits, two units are
+side by side in 16 bytes. With 4 bits, a unit of a key has 4 bytes, and units of two columns of the values share 8
+bytes:
 
     Kc  int8 [pages, kv_heads, PAGE/32, d/16, 32, 16]    Vc  int8 [pages, kv_heads, PAGE/16, d, 16]
     Kc uint8 [pages, kv_heads, PAGE/32, d/8, 32, 4]      Vc uint8 [pages, kv_heads, PAGE/16, d/2, 16]
 
-and for each block of KV_BLOCK columns the scales of a page's keys or values (in latent attention of the keys):
+It also has scales of a page's keys and values (in latent attention only of keys), one for each block of KV_BLOCK
+columns:
 
     Ks, Vs float16 [pages, kv_heads, d/32, PAGE]
 
-Units of it become float32 or float16 where they are used (`cache_units.py`).
+Units are converted to float32 or float16 when they are used (`cache_units.py`).
 
-A row of a step has a position in its sequence and a slot, which names the sequence: `rows` int32[m, 2]. The page with
-the keys of the positions PAGE*i .. of a slot is `pages` int32[SLOTS, ctx/PAGE] [slot, i]. Entries after the last key
-are valid page numbers, too: masked keys are read. Attention kernels process aligned blocks of at most PAGE keys
-(`KeyBlock`), which are in one page. Which keys a row sees (`visible`) goes by position.
+A row of a step has a position in its sequence, and a slot, which identifies the sequence: parameter `rows` int32[m, 2].
+The keys of the positions PAGE*i .. PAGE*i + PAGE-1 of a slot are in page pages[slot, i]; `pages` is int32[SLOTS,
+ctx/PAGE]. Entries after the last key must be valid page numbers, too, because masked keys are read. Attention kernels
+process aligned blocks of at most PAGE keys (`KeyBlock`), which are in one page. Which keys a row attends to depends on
+its position (`visible`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,16 +55,16 @@ from mlc_amd.schedules.tir import Buffer, Expr, declared
 Element = Callable[[Expr], Expr]
 DTYPE = "float16"
 KEYS, UNIT = 32, 8  # keys of a tile of Kc; elements of a unit
-NOT_NEGATIVE = 0x7FFFFFFF  # a mask: lets address arithmetic split off a page number (compiler/codegen/spirv/memory.py)
+NOT_NEGATIVE = 0x7FFFFFFF  # a mask that tells compiler/codegen/spirv/memory.py that an index is not negative
 
 
 # ---- layout
 
 
 def cache_types(attention: Attention) -> dict:
-    """k, v .. -> (shape, dtype) of the cache of an `Attention` layer (names: `Attention.cache`) for one sequence of ctx
-    positions. UserError unless PAGE divides these and UNIT divides d, as the attention kernels need, or for heads that
-    `check_quantized` refuses."""
+    """{name: (shape, dtype)} of the cache of an `Attention` layer (names: `Attention.cache`), for one sequence of ctx
+    positions. Raises UserError unless ctx is a multiple of PAGE and d of UNIT, and for heads that `check_quantized`
+    refuses."""
     kv_heads, ctx, width = attention.kv_heads, attention.ctx, attention.width
     if ctx % PAGE or attention.d % UNIT:
         raise UserError(
@@ -77,20 +81,20 @@ def cache_types(attention: Attention) -> dict:
 
 
 def forms(attention: Attention) -> tuple[Form, Form]:
-    """Of keys and of values."""
+    """The storage forms of keys and of values."""
     bits = (codes.bits if codes else 16 for codes in (attention.key_codes, attention.value_codes))
     k, v = (FORMS[n][i] for i, n in enumerate(bits))
     return k, v
 
 
 def place_args(m: int, attention: Attention | None) -> list[Buffer]:
-    """Declares the parameters `rows` and, of a layer that reads or writes the cache, `pages`, else None."""
+    """Declares the parameters `rows` and `pages`. attention: None for a layer without cache; then pages is None."""
     return declared("int32", rows=(m, 2), pages=(SLOTS, attention.blocks) if attention else None)
 
 
 class KeyBlock(NamedTuple):
-    """The keys of KV head `kv` from position key0 on, a block of at most PAGE keys that is aligned to its size. They
-    have the places from place0 on of a page."""
+    """A block of keys of KV head `kv`, from position key0 on: at most PAGE keys, aligned to their number. They are in
+    one page, from place place0 on."""
 
     cache: "Cache"
     kv: Expr
@@ -99,7 +103,7 @@ class KeyBlock(NamedTuple):
     place0: Expr
 
     def key(self, place: Expr, c: Expr) -> Expr:
-        """Unit c (elements 8*c ..) of the key in a place of the page, float16; of a quantized cache its codes."""
+        """Unit c (elements 8*c .. 8*c+7) of the key in a place of the page: float16, or codes of a quantized cache."""
         tile, inner = self._split(place, KEYS)
         form = self.cache.forms[0]
         if form.side == UNIT:
@@ -108,12 +112,12 @@ class KeyBlock(NamedTuple):
         return self.cache.Kc[self.page, self.kv, tile, pair, inner, at(half * UNIT, UNIT)]
 
     def key_scale(self, place: Expr, c: Expr) -> Expr:
-        """The scale of its codes, float16."""
+        """The scale, float16, of the codes that `key` returns."""
         block, _ = self._split(c, KV_BLOCK // UNIT)
         return self.cache.scales[0][self.page, self.kv, block, place]
 
     def value(self, i: Expr, column: Expr) -> Expr:
-        """Unit i (places place0 + 8*i ..) of a column of the values, float16; of a quantized cache its codes."""
+        """Unit i (places place0 + 8*i .. +7) of a column of the values: float16, or codes of a quantized cache."""
         first, _ = self._split(self.place0, UNIT)
         form = self.cache.forms[1]
         if form.side == UNIT:
@@ -123,11 +127,11 @@ class KeyBlock(NamedTuple):
         return self.cache.Vc[self.page, self.kv, pair, column, at(half * UNIT, UNIT)]
 
     def value_shift(self, column: Expr) -> Expr:
-        """Where a byte of `value` has that column, where it has two."""
+        """The first bit of a column in a byte of `value`, if a byte has two columns."""
         return T.cast(self._split(column, 2)[1] * 4, "uint32")
 
     def value_scales(self, i: Expr, column: Expr) -> Expr:
-        """The scales of its codes, one for each, float16."""
+        """The scales, float16, of the codes that `value` returns, one for each code."""
         first, _ = self._split(self.place0, UNIT)
         block, _ = self._split(column, KV_BLOCK)
         return self.cache.scales[1][self.page, self.kv, block, at((first + i) * UNIT, UNIT)]
@@ -140,8 +144,8 @@ class KeyBlock(NamedTuple):
 
 
 class Cache:
-    """Declares the parameters Kc, Vc (None: there are no values apart) and, if they are quantized, `scales`, of an
-    `Attention` layer; pages: of `place_args`."""
+    """The cache of an `Attention` layer. Declares the parameters Kc, Vc (None if values are part of the keys) and, if
+    it is quantized, `scales`. pages: from `place_args`."""
 
     def __init__(self, attention: Attention, pages: Buffer):
         self.layer, self.d, self.pages, self.shifts = attention, attention.d, pages, False
@@ -153,18 +157,18 @@ class Cache:
         self.scales = [T.arg(name, T.buffer(*types[which])) for name, which in scales if which in types]
 
     def by_shifts(self) -> "Cache":
-        """The same with index arithmetic by shifts, which TVM leaves alone, and not by divisions, which it simplifies;
-        a kernel takes what makes less code."""
+        """The same cache, but with indices computed by shifts instead of divisions. TVM simplifies divisions and leaves
+        shifts unchanged; a kernel uses the variant with less code."""
         found = copy(self)
         found.shifts = True
         return found
 
     def page(self, slot: Expr, position: Expr) -> Expr:
-        """The page of a position of a slot, as the table has it."""
+        """The page of a position of a slot, from the page table."""
         return self.pages[slot, T.shift_right(position, T.int32(PAGE.bit_length() - 1))]
 
     def block(self, kv: Expr, key0: Expr, page: Expr, size: int) -> KeyBlock:
-        """Of `size` keys; page: of `Pages`."""
+        """The block of `size` keys from position key0 on. page: from `Pages`."""
         return KeyBlock(self, kv, key0, page, 0 if size == PAGE else T.Bind(key0 & (PAGE - 1)))
 
     def _place(self, slot: Expr, position: Expr) -> tuple[Expr, Expr]:
@@ -173,8 +177,9 @@ class Cache:
     def store_key(
         self, kv: Expr, slot: Expr, position: Expr, pairs: Iterable[tuple[Expr, Sequence[tuple[Expr, Expr]]]]
     ) -> None:
-        """Stores the key of one head at `position`. pairs: of (valid, ((element, value), ..)), the elements that this
-        lane has; valid: a condition, or None."""
+        """Stores the key of one head at `position`. pairs: (valid, ((element, value), ..)), the elements that this lane
+        has;
+        valid: a condition, or None for always."""
         page, place = self._place(slot, position)
         for valid, values in pairs:
             stores = [
@@ -185,8 +190,8 @@ class Cache:
     def store_codes(
         self, arch: Device, kv: Expr, slot: Expr, position: Expr, element: Element, lane: Expr, which: int = 0
     ) -> None:
-        """`store_key` of a quantized cache, or with which = 1 `store_value`, by a wave's lanes. element(e): element
-        e of the head, float32, for any lane."""
+        """`store_key` for a quantized cache; `store_value` if which is 1. All lanes of a wave must call it. element(e):
+        element e of the head, float32, for any lane."""
         page, place = self._place(slot, position)
         form, codes = self.forms[which], (self.layer.key_codes, self.layer.value_codes)[which]
         assert codes, "a quantized cache"
@@ -206,8 +211,8 @@ class Cache:
             store_valid(where, self.scales[which], [((page, kv, e // KV_BLOCK, place), scale)])
 
     def store_value(self, arch: Device, kv: Expr, slot: Expr, position: Expr, element: Element, lane: Expr) -> None:
-        """Stores the value of one head at `position`, by the lanes of a wave. element(e): element e, float32, for any
-        lane."""
+        """Stores the value of one head at `position`. All lanes of a wave must call it. element(e): element e, float32,
+        for any lane."""
         if self.scales:
             self.store_codes(arch, kv, slot, position, element, lane, which=1)
             return
@@ -218,15 +223,15 @@ class Cache:
 
 
 class Pages:
-    """The pages of a wave's next blocks of keys, looked up some steps before they are needed, since loads of keys would
-    wait for them. key0s: first keys of the first blocks; `take` gives the pages of as many."""
+    """The pages of a wave's next blocks of keys. They are loaded from the page table some steps before they are needed,
+    because loads of keys would wait for them. key0s: first keys of the first blocks; `take` returns as many pages."""
 
     def __init__(self, cache: Cache, slot: Expr, key0s: Sequence[Expr]):
         self.cache, self.slot, self.cells = cache, slot, [filled(cache.page(slot, key0)) for key0 in key0s]
 
     def take(self, key0: Expr = None) -> list[Expr]:
-        """The pages of this block and of those behind it. key0: of the block behind these, whose look-up begins; None:
-        this does not go on to the next one."""
+        """The pages of the current block and of the blocks after it. key0: first key of the block after all of these:
+        starts the load of its page, and makes the next block the current one. None: the current block stays."""
         found = [T.Bind(cell[0] & NOT_NEGATIVE) for cell in self.cells]
         if key0 is not None:
             for cell, page in zip(self.cells, [*found[1:], self.cache.page(self.slot, key0)], strict=True):
@@ -237,11 +242,11 @@ class Pages:
 def each_block(
     cache: Cache, kv: Expr, slot: Expr, begin: Expr, end: Expr, distance: int, size: int
 ) -> Iterator[tuple[Expr, KeyBlock]]:
-    """A loop over the blocks of `size` keys with the numbers begin, begin + distance, .. before `end`: yields (number
+    """A loop over blocks of `size` keys: those with the numbers begin, begin + distance, .. below `end`. Yields (number
     of the step, block)."""
 
     def first_key(block: Expr) -> Expr:
-        """Of the block with that number; of the last one for those after it."""
+        """The first key of the block with that number; that of the last block if the number is beyond it."""
         return T.Bind(T.min(block, end - 1) * size)
 
     pages = Pages(cache, slot, [first_key(begin)])
@@ -252,8 +257,8 @@ def each_block(
 
 
 def own_elements(arch: Device, lane: Expr, first: int, end: int) -> Iterator[tuple[Expr | None, Expr]]:
-    """Yields (whether this lane has one; None: each lane has, an element) of the elements first .. end-1 that a wave's
-    lanes share. Lanes without one get the last."""
+    """Distributes the elements first .. end-1 over the lanes of a wave. Yields (valid, element): valid is whether this
+    lane has an element in this step, None if all lanes do. Lanes without one get the last element."""
     for e in range(first, end, arch.wave):
         valid = None if e + arch.wave <= end else e + lane < end
         yield valid, T.Bind(e + lane if valid is None else T.min(e + lane, T.int32(end - 1)))
@@ -262,9 +267,9 @@ def own_elements(arch: Device, lane: Expr, first: int, end: int) -> Iterator[tup
 def own_quads(
     arch: Device, layer: Attention, element: Element, lane: Expr
 ) -> list[tuple[Expr | None, Expr, list[Expr]]]:
-    """Of a head of a layer (whether this lane has them, as of `own_elements`, the first, their values) of each four
-    consecutive elements that this lane has, multiplied as `Attention.rotation` says. element(e): element e before that,
-    float32, for any lane. All lanes of the wave must call this."""
+    """The elements of a head that this lane has, four consecutive ones at a time, after the multiplication by Hadamard
+    matrices of `Attention.rotation`: [(valid as of `own_elements`, first element, values)]. element(e): element e
+    before the multiplication, float32, for any lane. All lanes of the wave must call this."""
     count, found = layer.d // WIDTH, []
     for valid, quad in own_elements(arch, lane, 0, count):
         e = T.Bind(quad * WIDTH)
@@ -276,7 +281,7 @@ def own_quads(
 
 
 def store_valid(valid: Expr, buffer: Buffer, stores: Iterable[tuple[Sequence[Expr], Expr]]) -> None:
-    """Stores (index, value)s where `valid` holds (None: always)."""
+    """Stores values to buffer[index] if `valid` holds (None: always). stores: (index, value)."""
     with when(valid):
         for index, value in stores:
             T.buffer_store(buffer, value, list(index))
@@ -286,7 +291,7 @@ def store_valid(valid: Expr, buffer: Buffer, stores: Iterable[tuple[Sequence[Exp
 
 
 def row_position(rows: Buffer, row: Expr) -> Expr:
-    """The position of a row of the step in its sequence. The only place that positions come from."""
+    """The position of a row of the step in its sequence. All kernels get positions from this function."""
     return rows[row, 0]
 
 
@@ -296,20 +301,22 @@ def row_slot(rows: Buffer, row: Expr) -> Expr:
 
 
 def clamped_position(rows: Buffer, row: Expr, ctx: int) -> Expr:
-    """`row_position` limited to those of a sequence, in a register: no kernel reads out of bounds, whatever the rows
-    say."""
+    """`row_position` limited to 0 .. ctx-1, in a register, so that no kernel accesses memory out of bounds for invalid
+    rows."""
     return T.Bind(T.max(T.min(row_position(rows, row), T.int32(ctx - 1)), T.int32(0)))
 
 
 def is_at(rows: Buffer, row: Expr, position: Expr) -> Expr:
-    """Whether the clamped position of a row is its true one: the cache has room for its key."""
+    """Whether `position`, from `clamped_position`, is the row's own position; otherwise the cache has no room for its
+    key."""
     return row_position(rows, row) == position
 
 
 class Chunk:
-    """The rows of a step that are consecutive tokens of one sequence: those after the single rows. Of these tokens, row
-    row0 + i has token i, `count` are live and fit the cache; it may be 0 or less. image: the position after the image
-    that they begin with, None for layers to which it does not matter."""
+    """The chunk of a step: the rows after the single rows, consecutive tokens of one sequence. Row row0 + i has token
+    i.
+    count: number of tokens that are live and fit into the cache; it may be 0 or negative. image: the position after the
+    image with which the chunk begins; None for layers that do not need it."""
 
     def __init__(self, op: Attending, state: Buffer, rows: Buffer):
         single, ctx = op.single, op.layer.ctx
@@ -322,7 +329,7 @@ class Chunk:
             self.image = T.Bind(self.first + T.min(state[2], self.count))
 
     def visible(self, token: Expr) -> "Visible":
-        """The keys that a token sees."""
+        """The keys that a token attends to."""
         seen = visible(self.layer, self.position(token))
         return seen if self.image is None else seen._replace(end=T.Bind(T.max(seen.end, self.image)))
 
@@ -330,12 +337,12 @@ class Chunk:
         return self.first + token
 
     def row(self, token: Expr) -> Expr:
-        """Of the step."""
+        """The row of the step with a token of the chunk."""
         return token + self.row0 if not isinstance(self.row0, int) else token
 
 
 class Visible(NamedTuple):
-    """The keys first .. end-1. first: None for key 0."""
+    """A range of keys that a row attends to: first .. end-1. first: None for key 0."""
 
     first: Expr
     end: Expr
@@ -351,7 +358,7 @@ class Visible(NamedTuple):
         return (self.first <= first) & (first + count <= self.end)
 
     def first_block(self, size: int) -> Expr:
-        """The number of the first block of `size` keys that holds one of these keys: the int 0, or a register."""
+        """The number of the first block of `size` keys with one of these keys: the int 0, or a register."""
         return 0 if self.first is None else T.Bind(self.first // size)
 
     def end_block(self, size: int) -> Expr:
@@ -360,7 +367,7 @@ class Visible(NamedTuple):
 
 
 def visible(attention: Attention, position: Expr, own: bool = True) -> Visible:
-    """The keys that a row at `position` sees. own: whether its own key is among them."""
+    """The keys that a row at `position` attends to. own: whether its own key is one of them."""
     first = None
     if attention.window:
         first = T.Bind(T.max(position - (attention.window - 1), T.int32(0)))

@@ -1,12 +1,13 @@
-"""Elements of a quantized KV cache (`Attention.quantized`) as codes and scales, and back.
+"""Converts elements of a quantized KV cache (`Attention.quantized`) from codes and scales, and to them.
 
-In: words of four bytes or eight codes of 4 bits, and their float16 scales, one for all (a key's) or one for each
-(values'). Out: float32, which is exact (8 bits by 11), or float16 for packed products and matrix units, rounded once.
-Codes come from float32 of the lanes that hold a block.
+From codes: in are words of four 8-bit codes or eight 4-bit codes, and float16 scales: one scale for all codes of a word
+of a key, one for each code of values. Out is float32, which is exact (a product of 8 bits and 11 bits), or float16,
+rounded once, for packed products and matrix units. To codes: in are float32 elements of the lanes that hold a block.
 
-Codes of 8 bits are signed. Of 4 bits that of the lowest code is 0. A word of eight of one key has elements 2*i and
-2*i + 1 in bits 4*i .. and 16 + 4*i .., so that a shift and a mask make two float16. Of values a byte has two
-neighbouring columns of one key, since another key's are written at another time; words of one of them are bytes.
+8-bit codes are signed. 4-bit codes are unsigned; code 0 is the lowest value. A word with eight 4-bit codes of a key has
+elements 2*i and 2*i + 1 in bits 4*i .. 4*i+3 and 16 + 4*i .. 16 + 4*i+3, so that a shift and a mask extract two
+float16. For values, a byte has two neighbouring columns of one key, because other keys are written at other times; in a
+word of values, each byte has the code of another key.
 """
 
 import functools
@@ -24,13 +25,13 @@ from mlc_amd.schedules.gpu.base.registers import lane_of, opaque, vector
 from mlc_amd.schedules.operators.attention import KV_BLOCK
 from mlc_amd.schedules.tir import Expr
 
-BYTES = 4  # of a word
-EXPONENT = 0x64646464  # of 1024.0 as float16, in every byte
-PAIR, PAIR_EXPONENT = 0x000F000F, 0x64006400  # two codes of 4 bits, and that exponent above each
-PAIRS = (0x04010400, 0x04030402)  # byte selectors: bytes 0 and 1, 2 and 3 of a word below exponent bytes
-FLIP = 0x80808080  # signed bytes become unsigned ones
+BYTES = 4  # bytes of a word
+EXPONENT = 0x64646464  # the upper byte of 1024.0 as float16, in every byte
+PAIR, PAIR_EXPONENT = 0x000F000F, 0x64006400  # a mask for two 4-bit codes, and 1024.0 as two float16
+PAIRS = (0x04010400, 0x04030402)  # selectors of byte permutes: bytes 0 and 1 (2 and 3) of a word below exponent bytes
+FLIP = 0x80808080  # converts signed bytes to unsigned ones, by xor
 NIBBLES = 0x0F0F0F0F
-LANES = KV_BLOCK // WIDTH  # that hold a block
+LANES = KV_BLOCK // WIDTH  # lanes that hold a block
 
 
 class Form(NamedTuple):
@@ -66,14 +67,14 @@ def _scale(scales: Expr, i: Expr) -> Expr:
 
 
 def _bytes(form: Form, word: Expr, shift: Expr) -> Expr:
-    """Codes without sign. shift: of the column, where a byte has two."""
+    """The unsigned codes of a word. shift: the first bit of the column, if a byte has two columns."""
     nibbles = form.shared > 1
     return T.Bind(T.shift_right(word, shift) & T.uint32(NIBBLES) if nibbles else word ^ T.uint32(FLIP))
 
 
 def reals(form: Form, words: Sequence[Expr], scales: Expr, shift: Expr = None) -> list[Expr]:
-    """Float32 in registers, of uint32 `words`. scales: a float16, or a vector with one for each; shift: of the column,
-    where a byte has two."""
+    """The elements of uint32 words as float32 registers. scales: a float16, or a vector with one for each element.
+    shift: the first bit of the column, if a byte has two columns."""
     found, bits, mask = [], [8 * j for j in range(BYTES)], 255
     if form.packed:
         bits, mask = [4 * (e // 2) + 16 * (e % 2) for e in range(2 * BYTES)], 15
@@ -87,7 +88,7 @@ def reals(form: Form, words: Sequence[Expr], scales: Expr, shift: Expr = None) -
 
 
 def halves(form: Form, words: Sequence[Expr], scales: Expr, shift: Expr = None) -> list[Expr]:
-    """As `reals`, words of two float16 each, uint32 in registers. A code below the exponent of 1024 reads as 1024 +
+    """`reals`, but as words of two float16 each, uint32 registers. A code in the mantissa of 1024.0 reads as 1024 +
     code."""
     found = []
     for i, word in enumerate(words):
@@ -105,8 +106,9 @@ def halves(form: Form, words: Sequence[Expr], scales: Expr, shift: Expr = None) 
 
 
 def quantized(arch: Device, codes: Codes, x: Sequence[Expr]) -> tuple[list[Expr], Expr]:
-    """(codes, scale) of a lane's WIDTH float32 registers, where LANES neighbouring lanes hold a block: int32 registers,
-    and a float16 register that is the same in all of them. All lanes of the wave must call this."""
+    """Quantizes a block that LANES neighbouring lanes hold. x: a lane's WIDTH float32 registers. Returns (codes as
+    int32 registers, scale as a float16 register, which is the same in all lanes of the block). All lanes of the wave
+    must call this."""
     if codes.lowest == -codes.highest:
         top, step = wave_max(arch, functools.reduce(maximum, [T.fabs(v) for v in x]), LANES), codes.highest
     else:
@@ -117,7 +119,7 @@ def quantized(arch: Device, codes: Codes, x: Sequence[Expr]) -> tuple[list[Expr]
     scale = T.Bind(T.cast(real, "float16"))
     real = T.Bind(T.cast(scale, "float32"))
     inverse = T.Bind(T.Select(real != T.float32(0), rcp(real), T.float32(0)))
-    # the largest codes of a block with a scale that float16 rounds coarsely would be out of range
+    # limited, because a scale that float16 rounds down could make the largest codes too large
     steps = [minimum(maximum(v * inverse, T.float32(codes.lowest)), T.float32(codes.highest)) for v in x]
     steps = [rint(v) for v in steps]
     if codes.refits:
@@ -129,7 +131,7 @@ def quantized(arch: Device, codes: Codes, x: Sequence[Expr]) -> tuple[list[Expr]
 
 
 def stored(form: Form, codes: Sequence[Expr]) -> list[Expr]:
-    """What is stored of four consecutive elements' codes: bytes, two of codes of 4 bits."""
+    """The bytes to store for the codes of four consecutive elements: four, or two with 4-bit codes."""
     if form.dtype == "int8":
         return [T.cast(code, form.dtype) for code in codes]
     a, b, c, d = (T.Bind(code + T.int32(form.zero)) for code in codes)

@@ -1,4 +1,5 @@
-"""Units of eight elements of the KV cache in registers, from their loads to what products take."""
+"""Units of eight elements of the KV cache in registers: loads them as they are stored, and converts them to float32 or
+float16 for products."""
 
 from tvm.tirx.script import builder as T
 
@@ -9,12 +10,12 @@ from mlc_amd.schedules.gpu.base.registers import at, local, put
 from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.tir import Buffer, Expr
 
-WORDS = UNIT // 2  # of a unit of float16
+WORDS = UNIT // 2  # words of a unit of float16
 
 
 class Units:
-    """Registers for `count` units of keys, or of values, of an `Attention` layer, as they were loaded: conversions wait
-    until the units are used, so that many loads are in flight."""
+    """Registers for `count` units of keys or values of an `Attention` layer, as they are stored in the cache. They are
+    converted only when they are used, so that many loads can be in flight. kind: "key" or "value"."""
 
     def __init__(self, attention: Attention, count: int, kind: str):
         self.form, self.quantized = forms(attention)[kind == "value"], attention.quantized
@@ -25,11 +26,11 @@ class Units:
         self.shifts: Buffer = local(count, "uint32") if self.form.shared > 1 else None
 
     def load_key(self, n: Expr, block: KeyBlock, place: Expr, c: Expr) -> None:
-        """Unit number n becomes unit c of the key in a place of the page."""
+        """Loads unit c of the key in a place of the page into registers number n."""
         self._put(n, block.key(place, c), block.key_scale(place, c) if self.quantized else None)
 
     def load_value(self, n: Expr, block: KeyBlock, i: Expr, column: Expr) -> None:
-        """Unit number n becomes unit i of a column of the values."""
+        """Loads unit i of a column of the values into registers number n."""
         self._put(n, block.value(i, column), block.value_scales(i, column) if self.quantized else None)
         if self.shifts is not None:
             put(self.shifts, block.value_shift(column), n)
@@ -47,14 +48,14 @@ class Units:
         return words, scales, self.shifts[n] if self.shifts is not None else None
 
     def reals(self, first: Expr, count: int) -> list[list[Expr]]:
-        """Units first .. as float32 in registers: a list of eight for each."""
+        """The units from number `first` on as float32 registers: a list of eight for each."""
         if self.quantized:
             return [cache_codes.reals(self.form, *self._codes(first + i)) for i in range(count)]
         words = [[T.Bind(self.words[(first + i) * self.size + w]) for w in range(self.size)] for i in range(count)]
         return [[x for word in unit for x in halves(word)] for unit in words]
 
     def pairs(self, n: Expr) -> tuple[Buffer, Expr]:
-        """(buffer, first): WORDS words of two float16 each, unit number n."""
+        """(buffer, index of the first word) of unit number n as WORDS words of two float16 each."""
         if not self.quantized:
             return self.words, n * WORDS
         found = local(WORDS, "uint32")

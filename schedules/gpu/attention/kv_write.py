@@ -1,15 +1,16 @@
-"""Rotary position embedding, and the new keys and values into the cache: what stands between the q/k/v projections and
-attention.
+"""The kernel between the q/k/v projections and attention: rotary position embedding (RoPE), and the write of new keys
+and values to the cache.
 
-In: the float32 rows of Q, K, V of a step's tokens, their places in sequences, a table of cosines and sines. Out: the
-rotated queries as float16, times `Attention.query_scale`, and the cache, updated in place for live rows.
+In: the float32 rows of Q, K, V of a step's tokens, their positions and slots, a table of cosines and sines. Out: the
+rotated queries as float16, times `Attention.query_scale`; the cache, updated in place for live rows.
 
-Models differ (`Rope`) in which elements form a pair, how many elements of a head rotate (the rest passes through, none
-is possible), and which heads are normalized, before or after that. A wave has one head of one row. Decode does without
-this kernel: `attention_decode.py` does the same work with the functions here.
+Models differ (`Rope`) in which elements form a pair, how many elements of a head rotate (from none to all; the others
+are copied), and which heads are normalized, before or after the rotation. A wave has one head of one row. Decode
+attention does not need this kernel: `attention_decode.py` does the same work with the functions of this module.
 
-In latent attention (`schedules.operators.attention.Attention`) there are the queries' columns for the latent and those
-that rotate, the key's latent before its norm and its rotating columns. A wave has one head of one row, or its key.
+In latent attention (`schedules.operators.attention.Attention`), queries have columns for the latent and columns that
+rotate; a key has a latent, which is normalized, and columns that rotate. A wave has one query head of a row, or its
+key.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,7 +42,7 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 @dataclass(frozen=True)
 class WavesPlan:
-    """waves: of a workgroup, where the arch allows so many."""
+    """waves: of a workgroup; fewer if the arch does not allow so many."""
 
     waves: int = 4
 
@@ -50,7 +51,7 @@ class WavesPlan:
 
 
 def wave_heads(attention: Attention, rope: Rope) -> int:
-    """Heads that a row has, one for a wave each."""
+    """The number of heads of a row, each of which a wave processes."""
     return attention.heads + (2 * attention.kv_heads if rope.writes else 0)
 
 
@@ -58,8 +59,8 @@ Elements = tuple[Expr, tuple[tuple[Expr, Expr], ...]]  # (valid, ((element, valu
 
 
 class Pair(NamedTuple):
-    """Two elements of a head, which rotate together if they rotate. valid: None, or whether the lane has such a pair
-    (it must not store otherwise)."""
+    """Two elements of a head that form a pair of the rotation. valid: whether the lane has this pair, otherwise it must
+    not store it; None if all lanes do."""
 
     valid: Expr
     number: Expr
@@ -72,8 +73,8 @@ class Pair(NamedTuple):
 
 
 def norm_scale(arch: Device, parts: Iterable[tuple[Expr, Sequence[Expr]]], d: int, eps: float | None) -> Expr:
-    """1 / sqrt(mean of squares + eps) of a head's d elements, in all lanes. parts: (valid, values) that this lane
-    has."""
+    """1 / sqrt(mean of squares + eps) of the d elements of a head, in all lanes. parts: (valid, values) of the elements
+    that this lane has."""
     squares = T.float32(0)
     for valid, values in parts:
         square = sum((x * x for x in values[1:]), values[0] * values[0])
@@ -83,7 +84,7 @@ def norm_scale(arch: Device, parts: Iterable[tuple[Expr, Sequence[Expr]]], d: in
 
 @dataclass(frozen=True)
 class Heads:
-    """Norms and rotation of heads of d columns, each by a wave, of which this is lane `lane`."""
+    """Norms and rotation of heads of d columns. Each head is processed by a wave; lane: number of this lane."""
 
     arch: Device
     layer: Attention
@@ -93,16 +94,17 @@ class Heads:
     d: int
 
     def query(self, row: Expr, head: Expr, position: Expr) -> Iterator[Elements]:
-        """`rotated` of a query head."""
+        """`rotated` for a query head."""
         return self.rotated(self.sources.Q, row, head * self.d, position, self.sources.QN)
 
     def key(self, row: Expr, kv: Expr, position: Expr) -> Iterator[Elements]:
-        """`rotated` of a head of the keys."""
+        """`rotated` for a head of the keys."""
         return self.rotated(self.sources.K, row, kv * self.d, position, self.sources.KN)
 
     def rotated(self, X: Buffer, row: Expr, column: Expr, position: Expr, weight: Buffer = None) -> Iterator[Elements]:
-        """The norm and rotation of the head X[row, column:column+d], float32: yields the elements of each `Pair` of
-        this lane. weight: of the head's norm, float32 [d], or None."""
+        """Normalizes and rotates the head X[row, column:column+d], float32. Yields the elements of each `Pair` of this
+        lane.
+        weight: of the head's norm, float32 [d]; None without a norm."""
         pairs, angles = list(self._load_pairs(X, row, column)), row if self.rope.by_row else position
         if weight is not None and self.rope.norm_after:
             turned = [self._rotated(pair, angles) for pair in pairs]
@@ -114,7 +116,7 @@ class Heads:
             yield self._rotated(pair, angles).stored
 
     def _load_pairs(self, X: Buffer, row: Expr, column: Expr) -> Iterator[Pair]:
-        """The pairs of a lane, of the head X[row, column:column+d]."""
+        """The pairs of this lane of the head X[row, column:column+d]."""
         half = self.rope.rotary // 2
         for valid, pair in own_elements(self.arch, self.lane, 0, self.d // 2):
             rotates = pair < half
@@ -146,8 +148,7 @@ class Heads:
         return pair._replace(values=[T.Bind(x * cos - y * sin), T.Bind(x * sin + y * cos)])
 
     def value_scale(self, row: Expr, kv: Expr) -> Expr:
-        """The factor on the elements of a head of V that its norm makes, in all lanes of a wave; None without a
-        norm."""
+        """The factor of the norm of a head of V, in all lanes of a wave; None without a norm."""
         if not self.rope.value_norm:
             return None
         own = own_elements(self.arch, self.lane, 0, self.d)
@@ -160,14 +161,14 @@ class Heads:
         return x if scale is None else x * scale
 
     def store_value(self, cache: Cache, row: Expr, kv: Expr, slot: Expr, position: Expr, scale: Expr) -> None:
-        """Stores a head of V, times `scale`, by the lanes of a wave."""
+        """Stores a head of V, times `scale`, to the cache. All lanes of a wave must call it."""
         cache.store_value(self.arch, kv, slot, position, lambda e: self.value(row, kv, e, scale), self.lane)
 
 
 class Meeting:
-    """Shared memory through which a wave's lanes get elements of a head that others rotated. They are rounded to
-    float16, as what decode attention has of its own key, unless they are multiplied by a Hadamard matrix, before which
-    decode attention has none."""
+    """Shared memory through which the lanes of a wave exchange rotated elements of a head. Elements are rounded to
+    float16, like a row's own key in decode attention; but not before a multiplication by a Hadamard matrix, before
+    which decode attention does not round either."""
 
     def __init__(self, arch: Device, attention: Attention, waves: int, wave: Expr):
         self.arch, self.begin = arch, T.Bind(wave * attention.d)
@@ -175,7 +176,7 @@ class Meeting:
         self.buffer = T.alloc_buffer((waves * attention.d,), dtype, scope=WAVE_SHARED)
 
     def of(self, elements: Iterable[Elements]) -> Element:
-        """element(e) of a head for any lane."""
+        """Stores a lane's elements of a head. Returns element(e), which any lane may call."""
         for valid, values in elements:
             stores = [((self.begin + e,), T.cast(y, self.buffer.dtype)) for e, y in values]
             store_valid(valid, self.buffer, stores)
@@ -185,9 +186,10 @@ class Meeting:
 
 @builds(RopeKvWrite)
 def rope_kv_write(op: RopeKvWrite, arch: Device, state: Buffer, plan: WavesPlan | None) -> None:
-    """Kernel (state, rows, pages, those of `rope_args`, the cache as in `cache.py`, Qo float16 [m, heads, width], whose
-    padding becomes 0); without rope.writes no pages and no cache. Rows that are not live, or whose position is at or
-    beyond ctx, write nothing. UserError for shapes that `cache_types` or `rope_args` refuses."""
+    """Kernel (state, rows, pages, parameters of `rope_args`, the cache (`cache.py`), Qo float16 [m, heads, width],
+    whose padding is set to 0). Without rope.writes there are no pages and no cache. Nothing is written for rows that
+    are not live, or whose position is ctx or more. Raises UserError for shapes that `cache_types` or `rope_args`
+    refuses."""
     attention, m, rope = op.layer, op.m, op.rope
     heads, kv_heads, d = attention.heads, attention.kv_heads, attention.d
     total, waves = wave_heads(attention, rope), (plan or WavesPlan()).fitted(arch)
@@ -247,8 +249,9 @@ def plans(op: RopeKvWrite, arch: Device, plan: WavesPlan) -> Kernel:
 
 @builds(LatentKvWrite)
 def latent_kv_write(op: LatentKvWrite, arch: Device, state: Buffer, plan: WavesPlan | None) -> None:
-    """Kernel (state, rows, pages, those of `latent_args`, Kc, Qo); rows and Qo as of `rope_kv_write`. UserError for
-    shapes that `cache_types` refuses, ValueError unless the key has values and others, of which all or none rotate."""
+    """Kernel (state, rows, pages, parameters of `latent_args`, Kc, Qo) for latent attention; for rows and Qo see
+    `rope_kv_write`. Raises UserError for shapes that `cache_types` refuses, ValueError unless the key has columns
+    besides the values, of which all or none rotate."""
     attention, m, rope = op.layer, op.m, op.rope
     heads, values, width = attention.heads, attention.values, attention.width
     shared = attention.d - values
@@ -266,7 +269,7 @@ def latent_kv_write(op: LatentKvWrite, arch: Device, state: Buffer, plan: WavesP
         head, position = T.Bind(block * waves + wave), T.Bind(row_position(rows, row))
 
         def turned(X: Expr, column: Expr) -> Iterator[Expr]:
-            """The `rotated` columns of X from `column` on, as elements of a key."""
+            """The rotated columns of X from `column` on, as elements of a key."""
             for valid, pair in own.rotated(X, row, column, position):
                 yield valid, [(values + e, y) for e, y in pair]
 

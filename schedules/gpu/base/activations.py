@@ -40,7 +40,7 @@ ACTIVATIONS = {
     "relu": lambda x: maximum(x, T.float32(0)),
     "relu_sq": _relu_sq,
 }
-GATED = {"swiglu_oai": _swiglu_oai, "gelu_alone": lambda gate, up: _gelu(gate)}  # those that are more than f(gate) * up
+GATED = {"swiglu_oai": _swiglu_oai, "gelu_alone": lambda gate, up: _gelu(gate)}  # not of the form f(gate) * up
 
 
 def _limited(gate: Expr, up: Expr, limit: float, cut: bool = False) -> Expr:
@@ -51,10 +51,11 @@ def _limited(gate: Expr, up: Expr, limit: float, cut: bool = False) -> Expr:
 
 
 def _situ(gate: Expr, up: Expr, of_gate: float, of_up: float) -> Expr:
-    """a tanh(gate / a) sigmoid(gate) * b tanh(up / b), without b up as it is."""
+    """a * tanh(gate / a) * sigmoid(gate) * b * tanh(up / b), where a is of_gate and b is of_up; if b is 0, the factor
+    is up instead of b * tanh(up / b)."""
 
     def bounded(x: Expr, bound: float) -> Expr:
-        """bound * tanh(x / bound), of which tanh(z) = 2 sigmoid(2z) - 1."""
+        """bound * tanh(x / bound), by tanh(z) = 2 sigmoid(2z) - 1; x if bound is 0."""
         return T.Bind(_sigmoid(x, 2 / bound) * T.float32(2 * bound) - T.float32(bound)) if bound else x
 
     return bounded(gate, of_gate) * _sigmoid(gate) * bounded(up, of_up)
@@ -64,7 +65,8 @@ NUMBERED = {LIMITED: _limited, CUT: partial(_limited, cut=True), SITU: _situ}
 
 
 def gated(act: str, gate: Expr, up: Expr) -> Expr:
-    """f(gate) * up in a register, or one with numbers. ValueError for a name that neither ACTIVATIONS nor GATED has."""
+    """The result of activation function `act`, in a register: f(gate) * up for those of ACTIVATIONS, otherwise that of
+    GATED, or of NUMBERED with the numbers in the name. Raises ValueError for an unknown name."""
     kind, numbers = numbers_of(act)
     if numbers:
         return T.Bind(NUMBERED[kind](gate, up, *numbers))

@@ -1,7 +1,7 @@
-"""The AMD GPUs that kernels are built for: what a kernel builder or the code generator must know about each.
+"""The AMD GPUs of target rocm: the facts that kernel builders and the code generator need about each.
 
 In: a gfx name ("gfx1100", also HIP's "gfx942:sramecc+:xnack-") or a product name ("RX 7900 XTX", "7900xtx"). Out: a
-`GpuArch`: a chip of runtime/gpus.py with what its family means for code. Sources: LLVM's AMDGPUUsage (wait counters),
+`GpuArch`: the chip's facts from runtime/gpus.py, and those of its family. Sources: LLVM's AMDGPUUsage (wait counters),
 AMD's ISA manuals.
 """
 
@@ -12,30 +12,31 @@ from typing import ClassVar
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.gpus import CHIPS, Chip
 
-MAX_THREADS = 256  # of a workgroup: TVM marks kernels built without a ROCm device "amdgpu-flat-work-group-size"="1,256"
+MAX_THREADS = 256  # of a workgroup: without a ROCm device, TVM sets "amdgpu-flat-work-group-size"="1,256"
 
 Intrinsic = tuple[str, int, str]  # name, operand, operand's type
 
 
 @dataclass(frozen=True)
 class Family:
-    """What a generation of chips means for code. Sources: AMD's ISA manuals; LLVM's AMDGPUBaseInfo.cpp
+    """The facts about a generation of chips that affect code. Sources: AMD's ISA manuals; LLVM's AMDGPUBaseInfo.cpp
     (getVGPRAllocGranule, getMaxWavesPerEU)."""
 
     wave: int  # lanes of a wave
-    most_waves: int  # of a SIMD
-    allotments: int = 64  # parts into which the registers of a SIMD are divided: waves get whole ones
-    accumulators: int = 0  # of a lane's registers, those that only matrix instructions access
-    # Waits for the wave's LDS operations. The operand leaves the other counters at "do not wait"; where they lie in the
-    # word differs per generation.
+    most_waves: int  # upper limit of the waves of a SIMD
+    allotments: int = 64  # allocation granules in the register file of a SIMD; a wave gets whole granules
+    accumulators: int = 0  # registers of a lane that only matrix instructions access (AccVGPRs)
+    # Instruction that waits for the wave's LDS operations. Its operand sets all other counters to "do not wait"; their
+    # positions in the operand differ between generations.
     wait: Intrinsic = ("llvm.amdgcn.s.waitcnt", 0xC07F, "int32")
-    wait_stores: Intrinsic | None = None  # for the wave's stores to device memory; None: there is no such instruction
-    matrix: str = ""  # the kind of matrix instructions: "mfma", "wmma11", "wmma12" (they lay operands out differently)
-    int8_columns: int = 0  # of an int8 matrix instruction; 0 without any
-    coherent: bool = True  # whether all compute units share one L2: stores that reach it are visible to all of them
-    # Whether the arithmetic of a GEMV's steps must stay in order. LLVM would mix them until more than 128 registers are
-    # live: llama3-8b's q, k and v in Q4_K would leave a SIMD of gfx1030 7 waves instead of 9, for the same number of
-    # instructions and with fewer loads in flight. gfx11's code for Q8_0 would be longer.
+    wait_stores: Intrinsic | None = None  # the same for stores to device memory; None if there is no such instruction
+    matrix: str = ""  # kind of matrix instructions: "mfma", "wmma11", "wmma12" (their operand layouts differ)
+    int8_columns: int = 0  # columns (k) of an int8 matrix instruction; 0 if there is none
+    coherent: bool = True  # whether all compute units share one L2, in which stores are visible to all of them
+    # Whether a GEMV must prevent LLVM from mixing the arithmetic of its steps. On RDNA2, LLVM would mix it until more
+    # than 128 registers are live: for llama3-8b's q, k and v in Q4_K, a SIMD of gfx1030 would hold 7 waves instead of
+    # 9, with the same number of instructions and fewer loads in flight. On gfx11 the order would make the code for Q8_0
+    # longer.
     ordered_steps: bool = False
 
 
@@ -55,21 +56,21 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class GpuArch(Chip):
-    """One gfx target: the chip's facts, what its `Family` says of code, and what kernels know of all of them."""
+    """A gfx target: the facts of its chip and of its `Family`, and those that all AMD GPUs share."""
 
-    api = "rocm"  # which code the kernels become; `profiles.Profile` has another
-    threads = most_threads = MAX_THREADS  # most threads of a workgroup that kernels use, by default and at all
-    float16 = True  # arithmetic
-    subgroups = True  # lanes exchange values by shuffles
-    # as of runtime/gpus.py's DeviceKind
+    api = "rocm"  # selects the code that kernels emit; `profiles.Profile` has "vulkan"
+    threads = most_threads = MAX_THREADS  # upper limits of the threads of a workgroup: by default, and for any kernel
+    float16 = True  # whether there is float16 arithmetic
+    subgroups = True  # whether lanes can exchange values by shuffles
+    # the following are described at DeviceKind of runtime/gpus.py
     scalars = True
-    unrolls = False  # TVM's code has loops or copies, as kernels say
+    unrolls = False  # kernels decide: their loops stay loops, `device.each` copies bodies
     lone_waves = False
     fragment: ClassVar[tuple[int, int, int]] = (0, 0, 0)
     lane_matrix: ClassVar[tuple[int, ...]] = ()
-    needs: ClassVar[dict] = {}  # what a candidate asks of a device besides the arch
+    needs: ClassVar[dict] = {}  # requirements on a device besides the arch
     query_registers = 0
-    launch_us = 3.9  # of a node of a HIP graph: published of a W7900
+    launch_us = 3.9  # microseconds of a node of a HIP graph: published for a W7900
     join_us = 0.0
 
     @property
@@ -79,11 +80,11 @@ class GpuArch(Chip):
     wave = property(lambda self: self.code.wave)
     matrix = property(lambda self: self.code.matrix)
     lane_unit = matrix
-    # as of `profiles.Profile`: a token's lanes of a matrix of 16 x 16
+    # see `profiles.Profile`: the lanes that hold a token's elements of a matrix of 16 x 16
     lane_blocks = property(lambda self: self.wave // 16 if self.matrix else 0)
     ordered_steps = property(lambda self: self.code.ordered_steps)
 
-    # whether two float16 products are added to a float32 in one instruction (fdot2): all with an int8 dot product
+    # whether there is fdot2, which adds two float16 products to a float32: on all chips with an int8 dot product
     dot2 = property(lambda self: bool(self.dot))
 
 
@@ -93,14 +94,14 @@ BRANDS = {"amd", "radeon", "rx", "pro", "instinct", "ryzen", "graphics"}
 
 
 def plain(name: str) -> str:
-    """A GPU's name as tables have it: "RX 7900 XTX" -> "7900xtx"."""
+    """A GPU's name as in the tables: "RX 7900 XTX" -> "7900xtx"."""
     words = re.split(r"[\s_-]+|(?<=rx)(?=\d)", name.lower().split(":")[0])
     return "".join(word for word in words if word not in BRANDS)
 
 
 def resolve(name: str) -> GpuArch:
-    """The arch of a gfx name (features after a colon are ignored) or of a product ("RX 7900 XTX", "steam-deck").
-    UserError if unknown."""
+    """The arch of a gfx name (features after a colon are ignored) or of a product ("RX 7900 XTX", "steam-deck"). Raises
+    UserError for an unknown name."""
     if (arch := ARCHS.get(plain(name)) or PRODUCTS.get(plain(name))) is None:
         raise UserError(
             f"unknown AMD GPU {name!r}; known are {', '.join(ARCHS)} and product names such as 7900xtx, steamdeck, "

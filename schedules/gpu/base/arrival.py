@@ -1,11 +1,13 @@
-"""How the workgroups of a launch find the last of them, which goes on with the results of all.
+"""Lets the last workgroup of a launch continue with the results of all workgroups.
 
-Each workgroup stores its results into a COHERENT parameter, complete beyond the caches that workgroups do not share
-(`Outbox`), and then increments an atomic counter. The one that finds all others arrived loads them, at addresses
-that depend on what the counter returned, so neither compiler nor hardware can start the loads early. Results of
-different workgroups lie in different cache lines, which nothing reads earlier in the launch, so no cache has an old
-copy. On Vulkan results and counter are coherent, and memory barriers stand before the increment and before the loads;
-so the increment itself orders nothing.
+Each workgroup stores its results into a COHERENT parameter (`Outbox`), so that they are in device memory or a cache
+that all workgroups share. Then it increments an atomic counter (`arrive`). The workgroup that finds that all others
+have arrived loads all results.
+
+The loads must not return old data. Their addresses depend on the value that the counter returned (`zero_after`), so
+neither compiler nor hardware can start them early. Results of different workgroups are in different cache lines, which
+nothing reads earlier in the launch, so no cache has an old copy. On Vulkan, results and counter are coherent, and there
+are memory barriers before the increment and before the loads; so the increment needs no memory order itself.
 """
 
 from collections.abc import Iterable
@@ -20,24 +22,29 @@ from mlc_amd.schedules.gpu.base.registers import at, put, vector
 from mlc_amd.schedules.gpu.base.step import when
 from mlc_amd.schedules.tir import Buffer, Expr
 
-LINE = 32  # float32 of a cache line
-Vector = tuple[list[Expr], Expr | None, tuple[Expr, ...]]  # float32 registers, a condition, and where they go
+LINE = 32  # float32 values of a cache line
+Vector = tuple[list[Expr], Expr | None, tuple[Expr, ...]]  # (float32 registers, condition or None, index in the buffer)
 
 
 class Outbox:
-    """How the threads of a workgroup store vectors into a COHERENT parameter, for another workgroup of the launch to
-    read: each thread calls `send` for its vectors, then `publish`; then everything that it sent is in device memory.
-    thread: this thread's number out of `threads`; widths: of the vectors.
+    """Stores vectors into a COHERENT parameter, for another workgroup of the launch to read. Each thread calls `send`
+    for its vectors, then `publish`. After this, the other workgroup can read them. thread: number of this thread among
+    `threads`. widths: the lengths of the vectors.
 
-    On AMD's own API, where the GPU has one L2, the vectors are plain stores (L1 writes through) and there is one wait
-    for all of them: an instruction where there is one (`Family.wait_stores`); elsewhere LLVM waits for stores only
-    after volatile ones, so the first word of the first vector is stored once more, volatile. Where L2s are not
-    coherent, all stores are volatile, which gets them beyond their own, and are waited for one by one.
+    For target rocm there are three ways:
+
+    - GPUs with one L2 and an instruction that waits for stores (`Family.wait_stores`): plain stores, as L1 writes
+    through,
+      and this instruction.
+    - other GPUs with one L2: plain stores. LLVM waits for stores only after a volatile one, so `publish` stores the
+    first
+      word of the first vector once more, as a volatile store.
+    - GPUs whose L2s are not coherent: all stores are volatile. They bypass the L2, and each is waited for.
     """
 
     def __init__(self, arch: Device, thread: Expr, threads: int, widths: Iterable[int]):
         self.arch, self.thread = arch, thread
-        self.first: tuple[Expr, Expr] | None = None  # condition and address of the first vector
+        self.first: tuple[Expr, Expr] | None = None  # (condition, address) of the first vector
         code = arch.code if isinstance(arch, GpuArch) else None
         self.volatile = code is not None and not code.coherent
         self.wait = code.wait_stores if code else None
@@ -46,8 +53,8 @@ class Outbox:
         self.stages = {width: T.alloc_buffer((threads, width), "float32", scope="shared") for width in widths}
 
     def send(self, condition: Expr | None, buffer: Buffer, *vectors: Vector) -> None:
-        """Stores vectors where `condition` (None: always) and their own hold; the first vector has no other. Of each
-        width there is one."""
+        """Stores vectors, of different widths, if `condition` (None: always) and the vector's own condition hold. The
+        first vector must have no condition of its own."""
         for values, _, index in vectors:
             if self.volatile:
                 T.buffer_store(self.stages[len(values)], vector(values), [self.thread, at(0, len(values))])
@@ -73,14 +80,15 @@ class Outbox:
                 self._copy(target, 1)
 
     def _copy(self, target: Expr, width: int) -> None:
-        """A volatile store of this thread's part of a stage, which TVM has no other name for."""
+        """A volatile store of this thread's part of a stage. TVM has no volatile stores but this intrinsic."""
         source = T.address_of(self.stages[width][self.thread, 0])
         T.evaluate(T.call_llvm_intrin("void", "llvm.memcpy", target, source, T.int32(width * 4), T.bool(True)))
 
 
 def arrive(arch: Device, counter: Buffer, index: Expr, tid: Expr) -> Expr:
-    """Counts this workgroup at counter[index], an int32 parameter; the number of those that arrived before, in a scalar
-    register. All its threads, `tid` is this one's number, have published what they stored."""
+    """Counts this workgroup at counter[index], an int32 parameter. Returns the number of workgroups that arrived
+    before, in a scalar register. tid: number of this thread. All threads of the workgroup must have called `publish`
+    before."""
     arrived = T.alloc_buffer((1,), "int32", scope="shared")
     T.evaluate(T.tvm_storage_sync("shared"))
     with T.If(tid == 0), T.Then():
@@ -89,7 +97,7 @@ def arrive(arch: Device, counter: Buffer, index: Expr, tid: Expr) -> Expr:
 
 
 def zero_after(arch: Device, old: Expr) -> Expr:
-    """0, which is not known before `old` is: part of the addresses of what other workgroups stored, which the caller
-    may load from here on."""
+    """0, computed from `old`, the result of `arrive`. The caller must add it to the addresses from which it loads the
+    results of other workgroups; so these loads cannot start before `old` is known."""
     memory_barrier(arch)
     return T.Bind(T.shift_right(old, T.int32(16)))

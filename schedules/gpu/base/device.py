@@ -1,11 +1,11 @@
-"""Device intrinsics of the GPU kernels: what TVMScript's builder has no name for, per arch.
+"""Device intrinsics for GPU kernels: operations for which TVMScript's builder has no name.
 
-Everything here is called while an IRBuilder prim_func is open and emits code there. Functions that return a value
-return it bound to a register (`T.Bind`). Words are 32 bits: int32, uint32 or float32 scalars of a lane. Lanes of a wave
-are consecutive threadIdx.x, then y, z.
+All functions emit code into the prim_func that is open in TVM's IRBuilder. Those that return a value return it bound to
+a register (`T.Bind`). A word is a scalar of 32 bits of a lane: int32, uint32 or float32. The lanes of a wave are
+consecutive in threadIdx.x, then y, then z.
 
-`arch.api` says what is emitted: "rocm" AMD's instructions; "vulkan" calls named "vk.*", which the SPIR-V generator
-knows. It knows the arithmetic of both by LLVM's names.
+`arch.api` selects the code: "rocm" emits AMD's LLVM intrinsics, "vulkan" calls named "vk.*", which the SPIR-V generator
+translates. Both use LLVM's names for arithmetic, which the SPIR-V generator also translates.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,15 +19,16 @@ from mlc_amd.schedules.gpu.base.registers import opaque
 from mlc_amd.schedules.tir import Expr
 
 AXES = "xyz"
-# attribute of a kernel: names of parameters that workgroups of one launch exchange data through
+# Attribute of a kernel: the names of the parameters through which workgroups of a launch exchange data.
 COHERENT = "mlc_amd.coherent"
-# of shared memory through which only lanes of one wave meet: TVM adds no barriers of the workgroup there
+# Scope of shared memory through which only lanes of the same wave exchange data: TVM adds no workgroup barriers for it.
 WAVE_SHARED = "shared.wave"
 
-# Data parallel primitives (DPP): lane permutations that are part of a vector instruction, as dpp_ctrl values of LLVM's
-# AMDGPU backend, by the mask of lane ^ mask: quad_perm, row_half_mirror, row_ror:8, row_mirror.
+# Data parallel primitives (DPP): lane permutations that are part of a vector instruction. {mask: dpp_ctrl of LLVM's
+# AMDGPU backend for lane ^ mask}: quad_perm, row_half_mirror, row_ror:8, row_mirror.
 DPP = {0: 0xE4, 1: 0xB1, 2: 0x4E, 3: 0x1B, 7: 0x141, 8: 0x128, 15: 0x140}
-# in a reduction groups of four have one value by then: the mirror image of eight lanes is as good, and it is DPP
+# At distance 4 of a reduction, four neighbouring lanes already have the same value, so mask 7 gives the same result as
+# mask 4, and unlike it is a DPP permutation.
 MIRROR = {4: 7}
 
 
@@ -42,8 +43,8 @@ def launch(grid: Sequence[int], block: Sequence[int]) -> Iterator[tuple[Expr, ..
 
 
 def each(arch: Device, count: int) -> Iterator[Expr]:
-    """`for i in each(arch, n):` 0, .., n-1: n copies of the body, or a loop where the driver unrolls it (small code, in
-    any case for it to read)."""
+    """`for i in each(arch, n):` executes the body for 0 .. n-1. The code has n copies of the body; or a loop if the
+    driver unrolls loops (`arch.unrolls`), so that it has less code to read."""
     if not arch.unrolls:
         yield from range(count)
         return
@@ -52,26 +53,27 @@ def each(arch: Device, count: int) -> Iterator[Expr]:
 
 
 def barrier() -> None:
-    """Waits until all threads of the workgroup are here and see each other's LDS writes (code generation adds the wait
-    for those). Not inside an `if`: TVM refuses that; a uniform condition can be a loop of 0 or 1 steps."""
+    """A barrier of the workgroup, after which all threads see the LDS writes before it (code generation adds the wait
+    for these). TVM does not allow it inside an `if`; use `step.once` for a condition that is the same in all
+    threads."""
     T.evaluate(T.tvm_storage_sync("shared"))
 
 
 def wave_barrier() -> None:
-    """As `barrier`, among the lanes of a wave only, for shared buffers of the scope WAVE_SHARED. On Vulkan; also where
-    waves of a workgroup go different ways."""
+    """A barrier of the lanes of a wave, for shared buffers of the scope WAVE_SHARED. Only on Vulkan. Waves of a
+    workgroup may be on different paths."""
     T.evaluate(T.call_extern("void", "vk.wave_barrier"))
 
 
 def intrin(dtype: str, name: str, *args: Expr) -> Expr:
-    """The value of an LLVM intrinsic, in a register. For TVM it has side effects (not for LLVM): it would substitute
-    the expression wherever a bound pure call is used, which makes chains of them explode, and move lane exchanges
-    into branches where partner lanes are not active."""
+    """The value of an LLVM intrinsic, in a register. It is declared to TVM as a call with side effects. Otherwise TVM
+    would substitute the call for each use of its value: chains of calls would grow exponentially, and lane exchanges
+    would move into branches where partner lanes are not active."""
     return T.Bind(T.call_llvm_intrin(dtype, name, *args))
 
 
 def _vk(dtype: str, name: str, *args: Expr) -> Expr:
-    """The value of a call that the SPIR-V generator knows, in a register."""
+    """The value of a call "vk.*" of the SPIR-V generator, in a register."""
     return T.Bind(T.call_extern(dtype, f"vk.{name}", *args))
 
 
@@ -81,8 +83,8 @@ def word(x: Expr) -> Expr:
 
 
 def wave_meets(arch: Device) -> None:
-    """As `wave_barrier`, on either API. On AMD's own LDS operations of a wave are in order: no instruction, it only
-    tells LLVM that those before are for other lanes to see."""
+    """`wave_barrier` for both APIs. For rocm it emits no instruction, because the LDS operations of a wave are executed
+    in order; it only prevents LLVM from reordering them."""
     if arch.api == "vulkan":
         wave_barrier()
     else:
@@ -102,7 +104,7 @@ def dot4(arch: Device, a: Expr, b: Expr, c: Expr) -> Expr:
     if arch.dot == "sdot4":
         return intrin("int32", "llvm.amdgcn.sdot4", a, b, c, T.bool(False))
     a, b = T.Bind(a), T.Bind(b)
-    if arch.api == "vulkan":  # exact in float32, and at full rate where 32-bit products are not
+    if arch.api == "vulkan":  # exact in float32, which has full rate on GPUs where 32-bit integer products do not
         total = T.float32(0)
         for i in range(4):
             total = fma(T.cast(_byte(a, i), "float32"), T.cast(_byte(b, i), "float32"), total)
@@ -113,7 +115,7 @@ def dot4(arch: Device, a: Expr, b: Expr, c: Expr) -> Expr:
 
 
 def _byte(x: Expr, i: int) -> Expr:
-    """Byte i of an int32 with its sign."""
+    """Byte i of an int32, sign-extended to int32."""
     return T.shift_right(T.shift_left(x, T.int32(24 - 8 * i)), T.int32(24))
 
 
@@ -147,13 +149,13 @@ exp2 = _float32("llvm.amdgcn.exp2.f32")  # 2**x, relative error 2e-7; results be
 rsqrt = _float32("llvm.amdgcn.rsq.f32")  # 1 / sqrt(x), relative error 1.2e-7
 rcp = _float32("llvm.amdgcn.rcp.f32")  # 1 / x, relative error 1.2e-7
 rint = _float32("llvm.rint")  # x rounded to a whole number, ties to even
-# The larger and the smaller of two, the other one if one is not a number; T.max becomes a comparison and a select.
+# The larger and the smaller of two; if one is NaN, the other one. (T.max would become a comparison and a select.)
 maximum = _float32("llvm.maxnum")
 minimum = _float32("llvm.minnum")
 
 
 def count_ones(x: Expr) -> Expr:
-    """How many bits of a uint32 are set, as int32."""
+    """The number of bits that are set in a uint32, as int32."""
     return T.Bind(T.cast(intrin("uint32", "llvm.ctpop", x), "int32"))
 
 
@@ -161,7 +163,8 @@ def count_ones(x: Expr) -> Expr:
 
 
 def _across(x: Expr, call: Callable[[Expr], tuple[Expr, ...]]) -> Expr:
-    """The intrinsic call(bits) -> (name, *arguments) of the bits of the word x, in a register of x's type."""
+    """Applies an int32 intrinsic to the bits of the word x; the result has x's type. call(bits) returns (name,
+    *arguments) of the intrinsic."""
     dtype = str(x.ty)
     bits = intrin("int32", *call(word(x)))
     return bits if dtype == "int32" else T.Bind(T.reinterpret(dtype, bits))
@@ -176,26 +179,27 @@ def lane_id(arch: Device) -> Expr:
 
 
 def uniform(arch: Device, x: Expr) -> Expr:
-    """The first active lane's word in all lanes, in a scalar register: for what is the same in all lanes anyway."""
+    """The word x of the first active lane, in a scalar register. For values that are the same in all lanes."""
     if arch.api == "vulkan":
         return _vk(str(x.ty), "broadcast_first", x) if arch.scalars else T.Bind(x)
     return _across(x, lambda bits: ("llvm.amdgcn.readfirstlane", bits))
 
 
 def read_lane(x: Expr, lane: int) -> Expr:
-    """The int32 word x of lane number `lane` (an int) as a scalar. On AMD's own API."""
+    """The int32 word x of lane number `lane` (an int) as a scalar. Only for rocm."""
     return T.call_llvm_intrin("int32", "llvm.amdgcn.readlane", x, T.int32(lane))
 
 
 def shuffle(arch: Device, x: Expr, lane: Expr) -> Expr:
-    """The word x of lane number `lane` of the wave (int32, may differ per lane). Through the LDS unit."""
+    """The word x of lane number `lane` of the wave. lane: int32, may differ between lanes. It uses the LDS unit."""
     if arch.api == "vulkan":
         return _vk(str(x.ty), "shuffle", x, lane)
     return _across(x, lambda bits: ("llvm.amdgcn.ds.bpermute", lane * T.int32(4), bits))
 
 
 def shuffle_xor(arch: Device, x: Expr, mask: int) -> Expr:
-    """The word x of the lane whose number differs by `mask`, 1..wave-1. Without LDS: masks in DPP, on RDNA also 16."""
+    """The word x of lane number (own number ^ mask). mask: 1 .. wave-1. Masks of DPP, and 16 on RDNA, do not use the
+    LDS unit. Raises ValueError for other masks."""
     if not 0 < mask < arch.wave:
         raise ValueError(f"no lane of a wave of {arch.wave} has a partner at distance {mask}")
     if arch.api == "vulkan":
@@ -212,7 +216,7 @@ def shuffle_xor(arch: Device, x: Expr, mask: int) -> Expr:
 
 
 def _permuted(x: Expr, control: int) -> Expr:
-    """The word x of the lane that `control` (of DPP) names."""
+    """The word x of another lane. control: a dpp_ctrl value of DPP."""
     all_rows, all_banks = T.int32(0xF), T.int32(0xF)
     return _across(
         x,
@@ -221,17 +225,18 @@ def _permuted(x: Expr, control: int) -> Expr:
 
 
 def computed_here(arch: Device, x: Expr) -> Expr:
-    """The word x. On AMD's own API LLVM would compute what is only used under a condition there, though what it is
-    computed of takes more registers; the value of another lane, and be it this one, it has to know before."""
+    """The word x, computed at this place of the code. LLVM would move the computation of a value into the branch that
+    uses it, even if its inputs need more registers than the value. A value that is read from a lane (here: the own
+    lane) cannot be moved."""
     return x if arch.api == "vulkan" else _permuted(x, DPP[0])
 
 
 def _reduced(
     arch: Device, x: Expr, name: str, op: Callable[[Expr, Expr], Expr], width: int | None, stride: int = 1
 ) -> Expr:
-    """op over `width` (a power of two, default: the wave) lanes that are `stride` apart, the same in all of them.
-    `op(x, y)` is commutative and associative, on float32, int32 or uint32 words; name: its on Vulkan. All of these
-    lanes must be active."""
+    """The reduction of x by `op` over `width` lanes that are `stride` apart, in all of these lanes. width: a power of
+    two, by default the wave. op(x, y): commutative and associative, on words. name: of the reduction in "vk.reduce_*".
+    All of these lanes must be active."""
     lanes, distance = (width or arch.wave) * stride, stride
     if arch.api == "vulkan" and width in (None, arch.wave):
         return _vk(str(x.ty), f"reduce_{name}", x)
@@ -242,29 +247,30 @@ def _reduced(
 
 
 def any_lane(arch: Device, x: Expr) -> Expr:
-    """Whether the condition x holds in a lane, the same in all of them."""
+    """Whether the condition x holds in any lane of the wave, in all lanes."""
     if arch.api == "vulkan":
         return _vk("bool", "any", x)
     return T.Bind(intrin(f"int{arch.wave}", "llvm.amdgcn.ballot", x) != tirx.const(0, f"int{arch.wave}"))
 
 
 def wave_sum(arch: Device, x: Expr, width: int | None = None, stride: int = 1) -> Expr:
-    """The sum over `width` lanes (default: the wave) that are `stride` apart, the same bits in all of them."""
+    """The sum of x over `width` lanes (default: the wave) that are `stride` apart, with the same bits in all of
+    them."""
     return _reduced(arch, x, "add", lambda a, b: a + b, width, stride)
 
 
 def wave_max(arch: Device, x: Expr, width: int | None = None) -> Expr:
-    """The largest float32 or int32 of `width` neighbouring lanes (default: the wave), in all of them."""
+    """The maximum of x, float32 or int32, over `width` neighbouring lanes (default: the wave), in all of them."""
     return _reduced(arch, x, "max", T.max if str(x.ty) == "int32" else maximum, width)
 
 
 def wave_min(arch: Device, x: Expr) -> Expr:
-    """The smallest int32 of the wave, in all lanes."""
+    """The minimum of x, int32, over the wave, in all lanes."""
     return _reduced(arch, x, "min", T.min, None)
 
 
 def wave_scan(arch: Device, x: Expr, lane: Expr) -> tuple[Expr, Expr]:
-    """(the sum of the int32 x of all lanes below this one, that of all lanes)."""
+    """(sum of x over the lanes with lower numbers, sum of x over all lanes). x: int32. lane: own number."""
     below = T.int32(0)
     for distance in (1 << i for i in range(arch.wave.bit_length() - 1)):
         other = opaque(shuffle_xor(arch, x, distance))
@@ -277,16 +283,18 @@ def wave_scan(arch: Device, x: Expr, lane: Expr) -> tuple[Expr, Expr]:
 
 
 def memory_barrier(arch: Device) -> None:
-    """This thread's accesses to COHERENT parameters before it happen before those after it, as other workgroups see
-    them. Nothing on AMD's own API, where `Outbox` waits for stores, and loads whose address depends on an earlier load
-    cannot overtake it."""
+    """A memory barrier for COHERENT parameters: other workgroups see this thread's accesses before it earlier than
+    those after it. It emits nothing for rocm, where `Outbox` waits for stores, and a load cannot overtake an earlier
+    load on which its address depends."""
     if arch.api == "vulkan":
         T.evaluate(T.call_extern("void", "vk.memory_barrier"))
 
 
-IN_ORDER = 0x94  # for `schedule_fence`: scalar, LDS and global memory instructions may cross, vector and matrix may not
+# For `schedule_fence`: scalar, LDS and global memory instructions may cross; vector and matrix instructions may not.
+IN_ORDER = 0x94
 
 
 def schedule_fence(mask: int) -> None:
-    """Tells LLVM's scheduler for AMD what may move across here (bits of llvm.amdgcn.sched.barrier)."""
+    """Limits LLVM's scheduler for AMD GPUs. mask: the instructions that may move across this place, as bits of
+    llvm.amdgcn.sched.barrier."""
     T.evaluate(T.call_llvm_intrin("void", "llvm.amdgcn.sched.barrier", T.int32(mask)))

@@ -1,5 +1,5 @@
-"""Multiplication by Hadamard matrices H / sqrt(size), which are their own inverses, in log2(size) steps, of which those
-between lanes are exchanges of registers."""
+"""Multiplication by Hadamard matrices H / sqrt(size), which are their own inverses, by the fast Walsh-Hadamard
+transform: log2(size) steps, some within a lane's registers and some between lanes."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,8 @@ from mlc_amd.schedules.tir import Expr
 
 
 def hadamard(arch: Device, lane: Expr, x: Sequence[Sequence[Expr]], size: int) -> list[list[Expr]]:
-    """x times a matrix, each `size` elements (a power of two). x: float32 registers of a wave's lane, of which x[i][j]
-    is element (i*wave + lane)*len(x[i]) + j. All lanes of the wave must call this."""
+    """Multiplies each `size` consecutive elements by the matrix. size: a power of two. x: a lane's float32 registers;
+    x[i][j] is element (i*wave + lane)*len(x[i]) + j. All lanes of the wave must call this."""
     width = len(x[0])
     found = [[T.Bind(v * T.float32(size**-0.5)) for v in part] for part in x]
     for step in (1 << i for i in range(size.bit_length() - 1)):
@@ -29,5 +29,5 @@ def hadamard(arch: Device, lane: Expr, x: Sequence[Sequence[Expr]], size: int) -
 
 
 def _butterflies(x: Sequence[Expr], step: int) -> list[Expr]:
-    """(a, b) become (a + b, a - b): elements that are `step` apart."""
+    """Replaces each pair (a, b) of elements that are `step` apart by (a + b, a - b)."""
     return [T.Bind(x[i ^ step] - v if i & step else v + x[i ^ step]) for i, v in enumerate(x)]

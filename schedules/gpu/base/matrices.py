@@ -1,18 +1,23 @@
-"""Matrix units as kernels use them.
+"""Matrix units. A matrix instruction computes sums += A x B for a wave, with float16 operands A and B and float32 sums.
+There are two ways to use them.
 
-Cooperative matrices (KHR_cooperative_matrix of Vulkan) are `Fragments`, whose elements are distributed over the lanes
-of a wave. Which lane holds which element is implementation-defined: operations on elements treat all of them alike, or
-combine elements of several fragments of one kind, which have the same layout.
+1. `Fragments`: cooperative matrices (KHR_cooperative_matrix of Vulkan). Their elements are distributed over the lanes
+of a
+   wave in an implementation-defined way. So kernels can only apply the same operation to all elements, or combine
+   corresponding elements of several fragments of one kind, which have the same distribution.
 
-A `MatrixUnit` is one of which kernels know which lane of a wave has what: float16 operands A and B, float32 sums of
-tiles of 16 rows. AMD's (WMMA of gfx11 and gfx12, MFMA of gfx9) with layouts as in AMD's ISA manuals, NVIDIA's with what
-its Vulkan driver does; on Vulkan the runtime checks that (runtime/matrix_lanes.py). Some lanes share a row of operand A
-(on NVIDIA's unit two rows) and a column of operand B. Along what is summed each takes eight consecutive elements at a
-time, 16 bytes, or where both half-waves hold all of an operand twice as many. Where an instruction sums over four
-elements of each lane, two of them do that: which elements a lane has does not matter, as long as both operands agree.
+2. `MatrixUnit`: a unit for which kernels know which lane holds which element, so that lanes load their elements
+directly.
+   For AMD's units (WMMA of gfx11 and gfx12, MFMA of gfx9) the layouts are those of AMD's ISA manuals. For NVIDIA's unit
+   they are what its Vulkan driver does. On Vulkan the runtime checks the layout (runtime/matrix_lanes.py).
 
-`wave_matrices` has a wave's operands and sums on such a unit: in LLVM's registers, or as fragments. Weights are operand
-A (rows x columns), activations operand B (columns x tokens).
+   Several lanes share a row of A (on NVIDIA's unit two rows) and a column of B. Along k, each of these lanes takes
+   eight consecutive elements, 16 bytes; on gfx11, where both half-waves hold the whole operand, 16 elements. If an
+   instruction takes only four elements of a lane, two instructions take the eight elements. Which elements along k a
+   lane has does not matter, as long as A and B agree.
+
+`wave_matrices` returns the operands and sums of a wave on such a unit: in registers (rocm), or as fragments (Vulkan).
+Weights are operand A (rows x columns), activations are operand B (columns x tokens).
 """
 
 import math
@@ -27,9 +32,9 @@ from mlc_amd.schedules.gpu.base.quantize import RUN
 from mlc_amd.schedules.gpu.base.registers import at, elements, local, put, vector
 from mlc_amd.schedules.tir import Buffer, Expr, Frame
 
-Shape = tuple[int, int, int]  # rows and columns of the product, and what the sums are over: m, n, k
+Shape = tuple[int, int, int]  # m, n, k: the product is m x n, and sums are over k
 
-# kind: (TVM's scope, element type). "a" and "b" are operands, "sum" and "half" results
+# {kind: (TVM's scope, element type)}; "a" and "b" are operands, "sum" and "half" results
 KINDS = {
     "a": ("wmma.matrix_a", "float16"),
     "b": ("wmma.matrix_b", "float16"),
@@ -39,7 +44,7 @@ KINDS = {
 
 
 class Fragments:
-    """`count` fragments of one kind (of KINDS), for matrices of that shape."""
+    """`count` fragments of a kind (a key of KINDS), for products of a shape."""
 
     def __init__(self, kind: str, count: int, shape: Shape):
         scope, self.dtype = KINDS[kind]
@@ -49,21 +54,23 @@ class Fragments:
         self.buffer = T.alloc_buffer((count * size,), self.dtype, scope=scope)
 
     def fill(self, i: Expr, value: float) -> None:
-        """All elements of fragment i; the first thing that happens to it, or `load`."""
+        """Sets all elements of fragment i. The first operation on a fragment must be `fill` or `load`."""
         T.evaluate(T.tvm_fill_fragment(self.buffer.data, *self.shape, i, tirx.const(value, self.dtype)))
 
     def clear(self) -> None:
-        """All of them become 0."""
+        """Sets all elements of all fragments to 0."""
         for i in range(self.count):
             self.fill(i, 0)
 
     def load(self, i: Expr, place: Expr, stride: int, layout: str) -> None:
-        """From buffer[index] on; the stride is in elements of the buffer's type. Sums of 16 x 8 are loaded by columns:
-        by rows, NVIDIA's driver 580 reads other memory in large kernels (`attention_rows_shared.py`)."""
+        """Loads fragment i from memory. place: its first element, buffer[index]. stride: in elements of the buffer's
+        type.
+        layout: "row_major" or "col_major". Sums of 16 x 8 must be loaded by columns: by rows, NVIDIA's driver 580 reads
+        wrong memory in large kernels (`attention_rows_shared.py`)."""
         T.evaluate(T.tvm_load_matrix_sync(self.buffer.data, *self.shape, i, T.address_of(place), stride, layout))
 
     def store(self, i: Expr, place: Expr, stride: int, layout: str) -> None:
-        """As `load`, to there."""
+        """Stores fragment i; for the arguments see `load`."""
         T.evaluate(T.tvm_store_matrix_sync(self.buffer.data, *self.shape, i, T.address_of(place), stride, layout))
 
     def add_product(self, i: Expr, a: "Fragments", ai: Expr, b: "Fragments", bi: Expr) -> None:
@@ -71,11 +78,12 @@ class Fragments:
         T.evaluate(T.tvm_mma_sync(self.buffer.data, i, a.buffer.data, ai, b.buffer.data, bi, self.buffer.data, i))
 
     def convert(self, i: Expr, other: "Fragments", oi: Expr) -> None:
-        """self[i] = other[oi] in this type; self[i] was filled before."""
+        """self[i] = other[oi], converted to this type. self[i] must have been filled before."""
         T.evaluate(T.call_extern("void", "fragment_cast", self.buffer.data, i, other.buffer.data, oi))
 
     def elements(self, i: Expr) -> Frame:
-        """`with f.elements(i) as e:` for each element that the lane holds; all fragments of one kind have the same."""
+        """`with f.elements(i) as e:` is a loop over the elements that the lane holds. Element e is the same element of
+        the matrix in all fragments of one kind and shape."""
         return T.serial(T.call_extern("int32", "fragment_length", self.buffer.data, i))
 
     def get(self, i: Expr, e: Expr) -> Expr:
@@ -89,58 +97,62 @@ class Fragments:
 # ---- units whose lanes are known
 
 SIDE = 16  # rows of an instruction's product
-EIGHT = 8  # elements that a lane has of 16 bytes
+EIGHT = 8  # float16 elements in 16 bytes
 
 
 @dataclass(frozen=True)
 class MatrixUnit:
-    """Instructions on tiles of 16 x `side`."""
+    """A unit for tiles of 16 rows x `side` columns. "Columns" without further words are those of operand A, along k."""
 
-    columns: int  # that one load of 16 bytes per lane, or of 32 where a lane holds them all, is of
-    acc: int  # accumulators of a lane. Accumulator i of group g of 16 lanes: row acc*g + i
+    columns: int  # columns that one load of a wave covers: 16 bytes a lane (32 bytes if `whole`)
+    acc: int  # accumulators of a lane. Accumulator i of group g of 16 lanes is of row acc*g + i
     instruction: str = ""  # LLVM's name
-    zeros: int = 0  # that follow its operands
-    whole: bool = False  # a lane holds all 16 columns, all groups alike, and accumulator i of group g is of row 2*i + g
-    # Columns of operand B. 16: lane r of each group of 16 has row r of A, column r of B and of the sums. 8: neighbours
-    # have the rows r and r + 8 of A and the column r of B, and nothing is known of the sums.
+    zeros: int = 0  # number of zero operands that follow A, B and the sums
+    # Whether each lane holds all 16 columns; all groups of 16 lanes then hold the same operands, and accumulator i of
+    # group g is of row 2*i + g.
+    whole: bool = False
+    # Columns of operand B. With 16: lane r of each group of 16 has row r of A, column r of B and column r of the sums.
+    # With 8: neighbouring lanes have rows r and r + 8 of A and column r of B; the distribution of sums is unknown.
     side: int = SIDE
 
-    units = property(lambda self: 2 if self.whole else 1)  # of eight elements, that a lane holds of `columns`
-    steps = property(lambda self: self.columns // SIDE)  # instructions that multiply `columns` of both operands
+    units = property(lambda self: 2 if self.whole else 1)  # units of eight elements that a lane holds of `columns`
+    steps = property(lambda self: self.columns // SIDE)  # instructions that multiply `columns` columns
     knows_sums = property(lambda self: self.side == SIDE)
 
     def place(self, lane: Expr, wave: int) -> tuple[Expr, Expr]:
-        """(r, the number of the lane among those that share it) of a lane in a wave of so many."""
+        """(r, number of the lane among the lanes that share r) of a lane. wave: lanes of the wave."""
         if self.knows_sums:
             return lane % SIDE, lane // SIDE
         return lane // (wave // self.side), lane % (wave // self.side)
 
     def sharing(self, wave: int) -> list[int]:
-        """Distances of the exchanges in which the lanes that share r reduce a value."""
+        """The masks of the lane exchanges (`shuffle_xor`) that reduce a value over the lanes that share r."""
         first, count = (SIDE, wave // SIDE) if self.knows_sums else (1, wave // self.side)
         return [first << i for i in range(count.bit_length() - 1)]
 
     def unit(self, n: Expr, i: int, group: Expr) -> Expr:
-        """The number of the lane's unit i of the columns n*columns .."""
+        """The number of the lane's unit i among all units of eight columns of a row, for the columns from n*columns
+        on."""
         return n * self.units + i if self.whole else n * (self.columns // EIGHT) + group
 
     def row(self, r: Expr) -> Expr:
-        """The row of a tile that row r of A takes, so that accumulators are of consecutive rows."""
+        """The row of a tile that must be loaded as row r of A, so that a lane's accumulators are of consecutive
+        rows."""
         return r // 2 + r % 2 * 8 if self.whole else r
 
     def rows(self, r: Expr, tile: int = 0) -> list[Expr]:
-        """The rows of A of a lane in that tile, of those that tiles have in order."""
+        """The rows of A that a lane holds of a tile, where tiles have consecutive rows."""
         return [tile * SIDE + self.row(r)] if self.knows_sums else [tile * SIDE + i + r for i in (0, self.side)]
 
     def eighth_rows(self, r: Expr, tile: int) -> list[Expr]:
-        """As `rows`, among 8 * columns / 8 rows in 8 / acc tiles: so that the accumulators of group g in all of these
-        tiles are of rows 8*g .. 8*g + 7, a lane's part of the next product's operand."""
+        """Like `rows`, but for 8 / acc tiles with `columns` rows in total: the accumulators of group g in all of these
+        tiles are of rows 8*g .. 8*g + 7. These are a lane's elements of the operand of a next product."""
         if self.knows_sums and self.acc < EIGHT:
             return [r // self.acc * EIGHT + tile * self.acc + r % self.acc]
         return self.rows(r, tile)
 
     def of_units(self, found: Sequence[Expr]) -> Sequence[Expr]:
-        """A tile's operands, one for each instruction, of the lane's units of `columns` columns, float16x8
+        """The operands of a tile, one for each instruction. found: the lane's units of `columns` columns, float16x8
         registers."""
         if self.whole:
             return [T.Bind(T.Shuffle(list(found), [T.int32(i) for i in range(self.units * EIGHT)]))]
@@ -169,16 +181,16 @@ def known_unit(arch: Device) -> MatrixUnit:
 
 # ---- a wave's operands and sums
 
-Run = Expr | list[Expr]  # eight halves: a vector, or one by one
-WORDS = RUN // 2  # of a run
+Run = Expr | list[Expr]  # eight float16: a vector, or a list of scalars
+WORDS = RUN // 2  # words of a run
 
 
 class Registers:
-    """A wave's matrices on AMD's own API: `sums` of them are results."""
+    """The operands and sums of a wave for rocm. sums: number of tiles of sums."""
 
     def __init__(self, unit: MatrixUnit, rows: int, tokens: int, sums: int):
         self.unit, self.count, self.sums = unit, sums, local(sums * unit.acc)
-        self._words: dict[int, Buffer] = {}  # of operands that are kept
+        self._words: dict[int, Buffer] = {}  # {number of an operand that `keep` keeps: its words}
 
     def clear(self) -> None:
         for i in range(self.count):
@@ -190,14 +202,14 @@ class Registers:
         return at(i * self.unit.acc, self.unit.acc)
 
     def operands(self, kind: str, i: int, runs: Sequence[Run]) -> Sequence[Expr]:
-        """Operand number i of the kind "a" or "b" ("rows" or "tokens" of them), of as many instructions as these runs
-        of eight halves are for."""
+        """The operands for one or more instructions from runs of eight float16. kind: "a" or "b". i: number of the
+        operand (less than `rows` or `tokens`)."""
         return self.unit.of_units([vector(run) if isinstance(run, list) else run for run in runs])
 
     each = operands
 
     def keep(self, i: int, runs: Sequence[Expr]) -> None:
-        """Operand B number i stays in registers, for `kept`."""
+        """Keeps operand B number i in registers, for `kept`."""
         words = self._words[i] = local(len(runs) * WORDS, "uint32")
         for n, run in enumerate(runs):
             put(words, T.reinterpret(f"uint32x{WORDS}", run), at(n * WORDS, WORDS))
@@ -207,30 +219,30 @@ class Registers:
         return self.unit.of_units([T.Bind(T.reinterpret(f"float16x{RUN}", run)) for run in runs])
 
     def add_product(self, i: int, a: Expr, b: Expr) -> None:
-        """To result i; operands of `operands`."""
+        """sums[i] += a x b, where a and b are operands from `operands`, `each` or `kept`."""
         where = self._slice(i)
         put(self.sums, self.unit.multiply(a, b, self.sums[where]), where)
 
     def result(self, i: int) -> Expr:
-        """The accumulators that a lane has of it."""
+        """The lane's accumulators of sums[i], a float32 vector."""
         return T.Bind(self.sums[self._slice(i)])
 
     def scale(self, i: int, factor: Expr) -> None:
-        """Multiplies them by a factor of the lane."""
+        """Multiplies the lane's accumulators of sums[i] by a factor, which may differ between lanes."""
         where = self._slice(i)
         put(self.sums, self.sums[where] * T.broadcast(factor, self.unit.acc), where)
 
     @staticmethod
     def activations(X: Buffer, group: Expr) -> Callable[[Expr], Expr]:
-        """load(place): a run of X in the layout "lanes", of a group of columns; place: in halves, from the group's
-        first ones of all tokens. LLVM adds places of 32 bits to a scalar address."""
+        """Returns load(place), which loads a run of a group of columns of X, in the layout "lanes". place: offset in
+        float16 elements from the group's elements of token 0. LLVM can add such a 32-bit offset to a scalar address."""
         base = T.Bind(T.address_of(X[0, group, 0]))
         view = T.decl_buffer((math.prod(int(size) for size in X.shape),), "float16", data=base)
         return lambda place: T.Bind(view[at(place, RUN)])
 
 
 class Matrices:
-    """The same on Vulkan: operands are set when they are about to be multiplied."""
+    """`Registers` for Vulkan. Operands are fragments, which are set just before they are multiplied."""
 
     def __init__(self, unit: MatrixUnit, rows: int, tokens: int, sums: int):
         self.unit, counts = unit, {"a": rows, "b": tokens * unit.steps, "sum": sums}
@@ -245,7 +257,8 @@ class Matrices:
         self.fragments["sum"].clear()
 
     def each(self, kind: str, i: int, runs: Sequence[Run]) -> Iterator[int]:
-        """As `operands`, set one after the other; each of the kind "a" takes the place of the one before."""
+        """`operands` as an iterator, which sets each operand when it is yielded. Operands of the kind "a" share one
+        fragment, so each must be multiplied before the next one is taken."""
         size = RUN // self.unit.steps
         for step in range(self.unit.steps):
             place = i if kind == "a" else i * self.unit.steps + step
@@ -279,5 +292,6 @@ class Matrices:
 
 
 def wave_matrices(arch: Device, rows: int, tokens: int, sums: int) -> Registers | Matrices:
-    """Of a wave on an arch with a `known_unit`, for so many operands of rows and of tokens at once, and results."""
+    """The operands and sums of a wave, on an arch with a `known_unit`. rows, tokens: numbers of operands A and B that
+    exist at the same time. sums: number of tiles of sums."""
     return (Matrices if arch.api == "vulkan" else Registers)(known_unit(arch), rows, tokens, sums)

@@ -3,9 +3,9 @@
     rms_norm    y = x * G / sqrt(mean(x*x) + eps)
     layer_norm  y = z * G / sqrt(mean(z*z) + eps) + B, z = x - mean(x)
 
-In: X float32 [m, k], one row a token; `state` of `step.py`. Out: y in a layout of `quantize.py`, and of an rms_norm
-the factor 1 / sqrt(..) of each row where the operator has `scale_out`. Rows beyond the live tokens are left as they
-were. A lane holds four columns of each step, eight lanes a block of 32.
+In: X float32 [m, k], one row for each token; `state` (`step.py`). Out: y in a layout of `quantize.py`; with `scale_out`
+also the factor 1 / sqrt(..) of each row of an rms_norm. Rows of tokens that are not live are not written. A workgroup
+computes a row in steps; in each step a lane has four columns, so that eight lanes have a block of 32.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -40,7 +40,7 @@ def workgroup_sum(arch: Device, waves: int, total: Expr, part: Buffer, wave: Exp
 
 
 def row_scale(total: Expr, k: int, eps: float) -> Expr:
-    """What a row is multiplied by, whose squares add up to `total`."""
+    """The factor 1 / sqrt(mean of squares + eps) of a row. total: the sum of its squares. k: its columns."""
     return rsqrt(fma(total, T.float32(1 / k), T.float32(eps)))
 
 
@@ -63,10 +63,10 @@ def _total(values: list[Expr], live: Expr | None) -> Expr:
 
 
 class Columns(NamedTuple):
-    """What a thread has of a row at once."""
+    """The columns of a row that a thread has in a step: WIDTH of x (values), G (factors) and B (offsets)."""
 
-    column: Expr  # the first one
-    live: Expr | None  # whether it has any; None: it has
+    column: Expr  # the first column
+    live: Expr | None  # a condition, whether the thread has columns in this step; None if it always does
     values: list[Expr]
     factors: list[Expr]
     offsets: list[Expr]
@@ -74,8 +74,9 @@ class Columns(NamedTuple):
 
 @builds(RmsNorm, LayerNorm)
 def norm(op: RmsNorm | LayerNorm, arch: Device, state: Buffer, plan: ThreadsPlan | None) -> None:
-    """Kernel (state, X float32 [m, k], G float32 [k], [B float32 [k]], then A, S | H | Y of [m, k], as `layout` says,
-    [Y with `both`], [NewScale float32 [m] with `scale_out`]). A workgroup a token. UserError unless 32 divides k."""
+    """Kernel (state, X float32 [m, k], G float32 [k], [B float32 [k]], then A and S, or H, or Y of [m, k], for
+    op.layout, [Y with op.both], [NewScale float32 [m] with op.scale_out]). A workgroup computes a token. Raises
+    UserError unless k is a multiple of 32."""
     if op.k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {op.k}")
     k, threads = op.k, threads_of(arch, plan)
@@ -91,7 +92,7 @@ def norm(op: RmsNorm | LayerNorm, arch: Device, state: Buffer, plan: ThreadsPlan
 
         def load(step: Expr) -> Columns:
             column, live = step * width + thread * WIDTH, None
-            if k % width and not (isinstance(step, int) and (step + 1) * width <= k):  # others get the last ones
+            if k % width and not (isinstance(step, int) and (step + 1) * width <= k):  # others repeat the last columns
                 column, live = T.min(column, T.int32(k - WIDTH)), column < k
             column = T.Bind(column)
             offsets = [T.float32(0)] * WIDTH if B is None else load_columns(B, column)
@@ -106,14 +107,14 @@ def norm(op: RmsNorm | LayerNorm, arch: Device, state: Buffer, plan: ThreadsPlan
                 yield step if mean is None else step._replace(values=[T.Bind(v - mean) for v in step.values])
 
         def total_of(what: Callable[..., Expr], part: Buffer) -> Expr:
-            """The sum over the row, whose waves meet in `part`."""
+            """The sum of what(values, live) over the row; the waves exchange their sums through `part`."""
             total = filled(T.float32(0))
             for step in each_step():
                 put(total, total[0] + what(step.values, step.live), 0)
             return workgroup_sum(arch, waves, total[0], part, wave, lane)
 
         with live_row:
-            # columns stay in registers, or are read for each sum, and to store them
+            # Columns stay in registers; if there are too many, they are loaded again for each sum and for the store.
             loaded = [load(i) for i in range(steps)] if arch.api == "rocm" or steps <= MAX_STEPS else []
             if centered:
                 mean = T.Bind(total_of(_total, means[0]) * T.float32(1 / k))
@@ -139,7 +140,7 @@ def plans(op: RmsNorm | LayerNorm, arch: Device, plan: ThreadsPlan) -> Kernel:
 
 
 def _source(state: Buffer, op: RmsNorm | LayerNorm, token: Expr) -> tuple[Expr, Frame]:
-    """(the row of X that becomes row `token` of the outputs, `with` that: what is around the work on it)."""
+    """(row of X for row `token` of the outputs, a frame in which the work on it must be emitted)."""
     m = op.m
     if op.rows == "all":
         return token, if_live(state, m, token)
@@ -147,5 +148,5 @@ def _source(state: Buffer, op: RmsNorm | LayerNorm, token: Expr) -> tuple[Expr, 
     if op.rows == "last":
         return last, if_live(state, 1, token)
     exists = token < T.min(state[0] + 1, live_rows(state, m, minimum=0))
-    # a loop of 0 or 1 iterations: TVM refuses barriers in an `if`
+    # a loop of 0 or 1 iterations, because TVM does not allow barriers in an `if`
     return T.Bind(T.Select(token < state[0], token, last)), T.serial(T.cast(exists, "int32"))

@@ -1,19 +1,20 @@
-"""The GPU's weight layout "rows": how the weights of a linear layer are stored, how to read one of them, and the kernel
+"""The GPU's weight layout "rows": how the weights of a linear layer are stored, how one weight is read, and the kernel
 that looks up rows of an embedding table.
 
-In: a format (name or Format) and the matrix's shape: N rows (outputs) by K columns (inputs). Out: shapes and dtypes of
-the planes (`planes`) and a TensorIR expression for one weight (`decode`).
+In: a format (name or Format) and the shape of the matrix: N rows (outputs) by K columns (inputs). Out: the shapes and
+dtypes of the planes (`planes`), and a TensorIR expression for one weight (`decode`).
 
-Planes have the names of `schedules/cpu/linear/planes.py` and contain the same numbers by rows: N is padded to a
-multiple of 16 with zeros, KB is the number of blocks of 32 columns, and the columns of a row are contiguous, so that
-neighbouring lanes of a wave read neighbouring blocks, 16 bytes each. In a block, with column 4*j + i (i < 4, j < 8) and
-words of four bytes, lowest first:
+A plane is a tensor with one part of the weights' data (codes or scales). The names are those of
+`schedules/cpu/linear/planes.py`, but here planes are ordered by rows: N is padded with zeros to a multiple of 16, KB is
+the number of blocks of 32 columns, and the columns of a row are contiguous, so that neighbouring lanes of a wave read
+neighbouring blocks, 16 bytes each. The contents of a block, for column 4*j + i (i < 4, j < 8); words are four bytes,
+byte 0 is the lowest:
 
     Q4 uint32 [N, KB, 4]        word j % 4, byte i: low nibble for j < 4, high nibble for j >= 4
     Q2 uint32 [N, KB, 2]        word j // 4, byte i: bits 2*(j % 4) and the next
     Q1 uint32 [N, KB]           byte i: bit j
     Q8 uint32 [N, KB, 8]        word j, byte i (the bits of an int8)
-    D, DM float16               [N, KB], one a block; [N, K/256], one a super-block, for formats with 256-column blocks
+    D, DM float16               [N, KB], one per block; [N, K/256] for formats with super-blocks of 256 columns
     M float16 [N, KB]           minimums
     S [N, K/group]              sub-scales: uint8 (q4_k, q5_k, iq1 to iq3; q2_k: low nibble scale, high nibble
                                 minimum), int8 (q3_k, q6_k, iq4_xs) or minifloats as uint8 (mxfp4, nvfp4)
@@ -39,16 +40,16 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 ROWS, BLOCK = 16, 32
 
-Planes = Mapping[str, Buffer]  # of a weight, by name
+Planes = Mapping[str, Buffer]  # {name: plane} of a weight
 
 
 def padded(n: int) -> int:
-    """Rows with padding."""
+    """The number of rows with padding."""
     return -(-n // ROWS) * ROWS
 
 
 def planes(fmt: str | Format, n: int, k: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Name -> (shape, dtype) of the planes of an n x k matrix, in the order in which kernels take them. UserError when
+    """{name: (shape, dtype)} of the planes of an n x k matrix, in the order of kernels' parameters. Raises UserError if
     k is not a multiple of the format's block."""
     fmt, rows = lookup(fmt), padded(n)
     if k % fmt.block:
@@ -65,8 +66,8 @@ def planes(fmt: str | Format, n: int, k: int) -> dict[str, tuple[tuple[int, ...]
 
 
 def plane_args(fmt: str | Format, n: int, k: int, prefix: str = "") -> dict[str, Buffer]:
-    """Declares the parameters of a weight's planes; their names get the prefix. UserError as for `planes`, and
-    for planes beyond the reach of 32-bit indices."""
+    """Declares parameters for the planes of a weight. prefix: of their names. Raises UserError as `planes` does, and
+    for planes that are too large for 32-bit indices."""
     fmt = lookup(fmt)
     if max(prod(shape) for shape, _ in planes(fmt, n, k).values()) >= 1 << 31:
         raise UserError(
@@ -93,7 +94,7 @@ def _code(fmt: Format, bufs: Planes, n: Expr, k: Expr) -> Expr:
 
 
 def _lookup_table(table: tuple[int, ...], code: Expr) -> Expr:
-    """table[code] of 8 or 16 int8 values without memory: a byte of one of four 32-bit constants, as int32."""
+    """table[code] as int32, for a table of 8 or 16 int8 values, without memory: the table is four 32-bit constants."""
     packed = bytes(v & 255 for v in table) * (16 // len(table))
     words = [tirx.const(int.from_bytes(packed[i : i + 4], "little", signed=True), "int32") for i in range(0, 16, 4)]
     word = tirx.Select(code < 8, tirx.Select(code < 4, words[0], words[1]), tirx.Select(code < 12, words[2], words[3]))
@@ -101,8 +102,8 @@ def _lookup_table(table: tuple[int, ...], code: Expr) -> Expr:
 
 
 def decode(fmt: str | Format, bufs: Planes, n: Expr, k: Expr) -> Expr:
-    """Weight (n, k) as a float32 expression, bit for bit what gguf-py's `dequantize` returns. bufs: name -> the plane
-    of `planes`, a buffer of TVMScript's builder or a TE tensor; n, k: int32 or int64 expressions, or ints."""
+    """Weight (n, k) as a float32 expression: the same bits as gguf-py's `dequantize`. bufs: {name: plane}, buffers of
+    TVMScript's builder or TE tensors. n, k: ints, or int32 or int64 expressions."""
     fmt = lookup(fmt)
     n, k = (tirx.const(x, "int32") if isinstance(x, int) else x for x in (n, k))
     if fmt.kind == "float":
@@ -113,14 +114,14 @@ def decode(fmt: str | Format, bufs: Planes, n: Expr, k: Expr) -> Expr:
 
 
 # ---- the embedding lookup
-# A thread makes one column: a token is a few thousand, and its row's planes stay in the cache.
+# A thread computes one column of a token. A token has a few thousand columns, whose planes stay in the cache.
 
 
 @builds(Embed)
 def embed(op: Embed, arch: Device, state: Buffer, plan: ThreadsPlan | None) -> None:
-    """Kernel (state, tokens, [features], planes of the [vocab, k] table, X): X[i] = table[tokens[i]] * scale for live
-    i, or the row of features of a negative token. Token numbers outside the vocabulary read its first or last row.
-    UserError when the format does not allow k."""
+    """Kernel (state, tokens int32 [m], [features [m, op.features]], planes of the [vocab, k] table, X float32 [m, k]):
+    for live rows i, X[i] = table[tokens[i]] * scale; or features[i] if op.features and tokens[i] is negative. Tokens
+    outside the vocabulary read its first or last row. Raises UserError if the format does not allow k."""
     k, m, threads = op.k, op.m, threads_of(arch, plan)
     tokens = T.arg("tokens", T.buffer((m,), "int32"))
     features = T.arg("features", T.buffer((m, op.features), op.of)) if op.features else None

@@ -1,4 +1,5 @@
-"""Kernels that tell what a device does: its memory's rate, and which lane has which components of matrices."""
+"""Kernels that measure a device: `copy` for the bandwidth of its memory, `fragment_probe` for the distribution of
+cooperative matrices over lanes."""
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
@@ -10,12 +11,12 @@ from mlc_amd.schedules.gpu.base.profiles import Device, Profile
 from mlc_amd.schedules.gpu.base.step import kernel, when
 
 WIDTH = 4  # words of a load: 128 bits
-LOADS = 4  # in flight per thread
+LOADS = 4  # loads in flight per thread
 
 
 def copy(words: int, arch: Device, name: str) -> tirx.PrimFunc:
-    """Kernel (X uint32 [words], Y uint32 [words]), Y = X: what other kernels' rates are measured against. ValueError
-    unless the words divide among whole workgroups."""
+    """Kernel (X uint32 [words], Y uint32 [words]): Y = X. Its rate is the bandwidth with which other kernels are
+    compared. Raises ValueError unless `words` is a multiple of what a workgroup copies."""
     threads = arch.threads
     if words % (threads * WIDTH * LOADS):
         raise ValueError(f"{words} words do not divide among workgroups of {threads} threads")
@@ -29,10 +30,12 @@ def copy(words: int, arch: Device, name: str) -> tirx.PrimFunc:
 
 
 def fragment_probe(arch: Profile, name: str) -> tirx.PrimFunc:
-    """PrimFunc (Index float16 [m * k], A and B float32 [lanes, 1 + components], Sums float32 [m * n]) for the arch's
-    `lane_matrix` (m, n, k) and one subgroup. Index[i] = i. A and B, operands of products, get how many components a
-    lane has of the matrices A[r, c] = r * k + c and B[r, c] = r * n + c, and as many of these as are expected, in
-    order. Sums, a result in memory, row by row, gets lane * components + component."""
+    """Kernel (Index float16 [m * k], A and B float32 [lanes, 1 + components], Sums float32 [m * n]) for one subgroup
+    and the arch's `lane_matrix` (m, n, k). Index must have Index[i] = i.
+
+    It loads operands with the values A[r, c] = r * k + c and B[r, c] = r * n + c, and stores for each lane its number
+    of components, then the values of as many components as are expected, in order. It stores a result, row by row,
+    whose component i of a lane is lane * components + i."""
     (m, n, k), expected = arch.lane_matrix, DISTRIBUTIONS[arch.lane_unit]
     counts = {"a": expected.a_row.shape[1], "b": expected.b_column.shape[1]}
     with kernel(name) as ir:

@@ -1,9 +1,9 @@
-"""The kinds of Vulkan devices that kernels are built for: what a kernel builder or the SPIR-V generator may count on.
+"""The kinds of Vulkan devices that kernels are built for: what kernel builders and the SPIR-V generator may use.
 
-In: a profile's name, with changes after a colon ("rdna3:matrix=none+wave=64"), or a product's ("steamdeck", "RX 7900
-XTX"). Out: a `Profile`. It has the attributes of `arch.GpuArch` that kernels use, so the same kernels serve both. The
-runtime checks a device against `Profile.needs` before it runs an artifact. What a profile lacks is lowered to something
-that it has, never assumed.
+In: the name of a profile, with changes after a colon ("rdna3:matrix=none+wave=64"), or of a product ("steamdeck", "RX
+7900 XTX"). Out: a `Profile`. It has the same attributes as `arch.GpuArch`, so that kernels can be built for both. The
+runtime checks that a device meets `Profile.needs` before it runs an artifact. Kernels replace features that a profile
+lacks by others; they never assume a feature.
 
 Sources: Vulkan's registry of required limits; reports of Mesa's and NVIDIA's drivers (gpuinfo.org); AMD's product
 pages.
@@ -16,30 +16,32 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.gpus import DEVICE_KINDS, DeviceKind
 from mlc_amd.schedules.gpu.base import arch as amd
 
-ADDRESS = 8  # bytes of a kernel's argument
+ADDRESS = 8  # bytes of an address, a kernel's argument
 
 
 @dataclass(frozen=True)
 class Profile(DeviceKind):
-    """A kind of Vulkan device, and what kernels and their launches ask of it."""
+    """A kind of Vulkan device, and the requirements of kernels and launches on it."""
 
     api = "vulkan"
-    # no product of float16 pairs with a float32 sum: float32 multiply-adds, which AMD's compiler makes "mixed" ones
+    # Vulkan has no dot product of float16 pairs with a float32 sum. Kernels use float32 multiply-adds instead, which
+    # AMD's compiler turns into mixed-precision ones.
     dot2 = False
 
-    # whether scalar registers exist: values that a subgroup shares are worth a broadcast
+    # whether there are scalar registers, for which values that are the same in a subgroup should be broadcast
     scalars = property(lambda self: self.family in amd.FAMILIES)
-    # as of `arch.Family`
+    # see `arch.Family`
     ordered_steps = property(lambda self: self.scalars and amd.FAMILIES[self.family].ordered_steps)
-    # blocks of columns side by side in the layout "lanes": a token's lanes of a matrix; 0 if lanes are unknown
+    # lanes that hold a token's elements of a matrix: the number of neighbouring blocks in the layout "lanes"; 0 if
+    # unknown
     lane_blocks = property(lambda self: self.wave // self.lane_matrix[1] if self.lane_matrix else 0)
-    arguments = property(lambda self: self.push // ADDRESS)  # addresses that fit the push constants
-    # most invocations of a workgroup of any kernel
+    arguments = property(lambda self: self.push // ADDRESS)  # number of addresses that the push constants hold
+    # upper limit of the invocations of a workgroup of any kernel
     most_threads = property(lambda self: max(self.threads, self.lane_threads) if self.lane_matrix else self.threads)
 
     @property
     def needs(self) -> dict:
-        """What the runtime asks of a device, as in the manifest (dist/README.md)."""
+        """The requirements that the runtime checks on a device, as in the manifest (dist/README.md)."""
         features = ["bufferDeviceAddress", "shaderInt64", "storageBuffer16BitAccess", "storageBuffer8BitAccess"]
         optional = {
             "shaderFloat16": self.float16,
@@ -63,16 +65,17 @@ Device = amd.GpuArch | Profile  # what GPU kernels are built for
 
 PROFILES = {name: Profile(**vars(kind)) for name, kind in DEVICE_KINDS.items()}
 
-# RDNA and Vega GPUs by their gfx name or product: the profile that fits.
+# {family of an AMD GPU: its profile}, for GPUs that are given by gfx name or product.
 FAMILY_PROFILES = {"rdna2": "rdna2", "rdna3": "rdna3", "rdna4": "rdna4", "gcn5": "gfx90c", "rdna1": "rdna2:dot=none"}
 ALIASES = {alias: profile.name for profile in PROFILES.values() for alias in profile.products}
-WAVES = ("8", "16", "32", "64")  # eight lanes share a block of activations; of 64 keys each lane has one or more
+WAVES = ("8", "16", "32", "64")  # at least 8: eight lanes share a block; at most 64: each lane has one of 64 keys
 DOTS = {"none": "", "dot4": "dot4"}
 
 
 def resolve(name: str) -> Profile:
-    """The profile of that name, alias, gfx name or product, changed as it says: matrix=none or MxNxK, lane_matrix=none,
-    wave=N, dot=none or dot4; its name then tells them. UserError for one that is not known."""
+    """The profile of a name, alias, gfx name or product. After a colon there may be changes, separated by +:
+    matrix=none or MxNxK, lane_matrix=none, wave=N, dot=none or dot4. They become part of the profile's name. Raises
+    UserError for an unknown name or change."""
     base, _, changes = name.partition(":")
     plain = re.sub(r"[\s_-]", "", base.lower())
     profile = PROFILES.get(plain) or PROFILES.get(ALIASES.get(plain, "")) or _of_gfx(base)

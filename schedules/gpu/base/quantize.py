@@ -1,29 +1,29 @@
-"""Activations on their way to a linear layer: the layouts in which GPU kernels hand over token vectors, how they are
-written, and the kernel that only does that.
+"""Layouts of activations: how kernels store token vectors for a linear layer, and the kernel that converts to a layout.
 
     ""       float32 [m, k]
-    "pairs"  H float16 [m, k], in the order of columns in which packed arithmetic finds those of quantized weights, for
-             cooperative matrices (`gemm_coop.py`); what float16 cannot hold becomes its largest number
-    "lanes:g"  the same in the order in which lanes load them, g blocks of a token side by side, for `gemm_lanes.py`
-             and `gemm_matrix.py`
+    "pairs"  H float16 [m, k], with columns in the order in which packed arithmetic decodes quantized weights, for
+             cooperative matrices (`gemm_coop.py`); values beyond the range of float16 become its largest number
+    "lanes:g"  the same values in the order in which lanes load them, g blocks of a token side by side, for
+             `gemm_lanes.py` and `gemm_matrix.py`
     "rows"   A int8 [m, KB, 32]    q = rint(x * (127 / amax)), amax = largest |x| of the 32 columns of a block
              S float32 [m, KB, 4]  d = amax / 127, d * sum(q), d * sum(q[:16]), d * sum(q[16:])
 
-KB = k / 32. The sums serve weights with a zero point or a minimum per 32 or 16 columns: one quantization serves weights
-of all formats.
+KB = k / 32. Weights with a zero point or a minimum for each 32 or 16 columns need the sums of q. They are always
+stored, so that one quantization of activations serves weights of all formats.
 
-A word of a code plane (layout "rows": `planes.py`) holds one byte of each of columns 4*j .. 4*j + 3, and a nibble
-plane's byte those of columns 4*j + i and 16 + 4*j + i. Fields 16 bits apart become float16 two at a time, so what word
-j contains, but for shifts, is the run j:
+The order of columns in "pairs". A word of a code plane (layout "rows": `planes.py`) has one byte for each of columns
+4*j .. 4*j + 3; in a nibble plane, byte i has the codes of columns 4*j + i and 16 + 4*j + i. Packed arithmetic converts
+two fields that are 16 bits apart to two float16 at a time. So, except for shifts, word j decodes to run j, eight
+float16 (16 bytes) of the columns
 
     4*j, 4*j + 2,    16 + 4*j, 16 + 4*j + 2,    4*j + 1, 4*j + 3,    16 + 4*j + 1, 16 + 4*j + 3
 
-of eight halves, 16 bytes. A product over columns may take them in any order, so activations are stored in this one: H
-float16 [m, k], each block of 32 columns being the runs 0 to 3. `gemm_coop.py` multiplies them.
+The order of columns does not matter for a sum over columns, so activations are stored in the same order: each block of
+32 columns of H is the runs 0 to 3.
 
-The layout "lanes:g" has the same runs so that the lanes of a wave read 128 * g bytes side by side:
+The layout "lanes:g" orders the same runs so that the lanes of a wave read 128 * g consecutive bytes:
 
-    H float16 [ceil(m / 8), ceil(k / 32 / g), 256 * g]    units of eight tokens and a group of g blocks:
+    H float16 [ceil(m / 8), ceil(k / 32 / g), 256 * g]    a unit has eight tokens and a group of g blocks, ordered as
               [run, token, block, column of the run]    4 x 8 x g x 8; tokens and blocks that do not exist are undefined
 """
 
@@ -44,30 +44,30 @@ from mlc_amd.schedules.operators import LayerNorm, NormRoute, Quantize, RmsNorm
 from mlc_amd.schedules.operators.layouts import activations, kind_of
 from mlc_amd.schedules.tir import Buffer, Expr
 
-NAMES = {"": ["X"], "pairs": ["H"], "lanes": ["H"], "rows": ["A", "S"]}  # of parameters in each layout
-FIELDS = 4  # of S
+NAMES = {"": ["X"], "pairs": ["H"], "lanes": ["H"], "rows": ["A", "S"]}  # {kind of layout: names of parameters}
+FIELDS = 4  # fields of S for a block
 WIDTH = 4  # columns that a lane holds
-LANES = BLOCK // WIDTH  # that hold a block
-# Below this the quotient 127 / amax could overflow: such a block becomes zeros.
+LANES = BLOCK // WIDTH  # lanes that hold a block
+# If amax is below this, 127 / amax could overflow, so the block becomes zeros.
 TINY = 1e-30
 RUN = 8  # columns of a run
-RUNS = BLOCK // RUN
-TOKENS = 8  # of a unit of the layout "lanes"
-# run j, element i: the column within the block
+RUNS = BLOCK // RUN  # runs of a block
+TOKENS = 8  # tokens of a unit of the layout "lanes"
+# RUN_COLUMNS[j][i]: the column, within the block, of element i of run j
 RUN_COLUMNS = tuple(tuple(4 * j + 16 * (i // 2 % 2) + 2 * (i % 2) + i // 4 for i in range(RUN)) for j in range(RUNS))
 
 
 def unit_size(group: int) -> int:
-    """Halves of a unit of the layout "lanes" of that many blocks."""
+    """The number of float16 elements in a unit of the layout "lanes:group"."""
     return RUNS * TOKENS * group * RUN
 
 
-RUNS_OF = ("pairs", "lanes")  # layouts of runs
+RUNS_OF = ("pairs", "lanes")  # kinds of layouts that consist of runs
 
 
 def _store_runs(out: Buffer, token: Expr, column: Expr, x: Sequence[Expr]) -> None:
-    """Writes columns `column`.. (a multiple of 4) of a token: x, float16 registers, fours of them, into `out` in the
-    layout "pairs", or with three dimensions in "lanes"."""
+    """Stores columns of a token in the layout "pairs" (`out` has two dimensions) or "lanes" (three). column: the first
+    one, a multiple of 4. x: float16 registers, a multiple of 4 of them."""
     for first in range(0, len(x), 4):
         start = T.Bind(column + first)
         quad = T.Bind(start % BLOCK // 4)
@@ -84,8 +84,8 @@ def _store_runs(out: Buffer, token: Expr, column: Expr, x: Sequence[Expr]) -> No
 
 
 def act_args(m: int, k: int, layout: str, names: Sequence[str] | None = None) -> list[Buffer]:
-    """Declares the parameters of m tokens of k columns in that layout. names: instead of those of NAMES. UserError when
-    its blocks cannot hold k columns."""
+    """Declares the parameters for activations of m tokens and k columns in a layout. names: instead of those of NAMES.
+    Raises UserError if the layout has blocks and k is not a multiple of 32."""
     kind = kind_of(layout)
     if kind in ("rows", *RUNS_OF) and k % BLOCK:
         raise UserError(
@@ -97,39 +97,41 @@ def act_args(m: int, k: int, layout: str, names: Sequence[str] | None = None) ->
 
 
 def result_args(m: int, k: int, op: RmsNorm | LayerNorm | NormRoute) -> list[tuple[str, list[Buffer]]]:
-    """Declares the results of a norm: (layout, parameters) of each layout in which it stores them."""
+    """Declares the result parameters of a norm. Returns (layout, parameters) for each layout in which it stores y."""
     layouts = [op.layout, ""] if op.both else [op.layout]
     return [(layout, act_args(m, k, layout, None if layout else ["Y"])) for layout in layouts]
 
 
 def load_columns(buf: Buffer, *index: Expr) -> list[Expr]:
-    """Four float32 registers of consecutive columns."""
+    """Loads four consecutive columns, as float32 registers. index: of the first one."""
     x = T.Bind(buf[(*index[:-1], at(index[-1], WIDTH))])
     return [T.Bind(lane_of(x, i)) for i in range(WIDTH)]
 
 
 def column_threads(k: int, arch: Device) -> int:
-    """Threads of a workgroup, of which each has WIDTH of k columns: whole waves, no more than have columns."""
+    """The number of threads of a workgroup in which each thread has WIDTH of k columns: whole waves, at most as many as
+    the columns need."""
     return min(arch.threads, -(-k // (WIDTH * arch.wave)) * arch.wave)
 
 
 def own_columns(chunk: Expr, thread: Expr, threads: int, k: int) -> tuple[Expr, Expr | None]:
-    """(first column, `live` of `emit_store`) of a thread in workgroup `chunk` of those that share out k columns."""
+    """(first column, argument `live` of `emit_store`) of a thread. chunk: number of its workgroup among those that
+    share the k columns of a row."""
     column = T.Bind(chunk * (threads * WIDTH) + thread * WIDTH)
     return T.Bind(T.min(column, T.int32(k - WIDTH))), None if k % (threads * WIDTH) == 0 else column < k
 
 
 def clamped(x: Expr) -> Expr:
-    """A float32 as the nearest that float16 can hold."""
+    """A float32 limited to the range of float16."""
     return minimum(maximum(x, T.float32(-HALF_MAX)), T.float32(HALF_MAX))
 
 
 def emit_store(
     arch: Device, layout: str, out: list[Buffer], x: list[Expr], token: Expr, column: Expr, live: Expr | None = None
 ) -> None:
-    """Writes a lane's columns of a token in that `layout`. x: float32 registers, columns `column`.. (a multiple of
-    their number), fours of them; with "" and "rows" it may be one. For "rows" neighbouring lanes hold a block, and all
-    lanes of the wave must call this. live: a condition (the same in all lanes of a block); nothing is written where it
+    """Stores a lane's columns of a token in a layout. x: float32 registers, a multiple of 4 of them (with "" and "rows"
+    it may be one). column: that of x[0], a multiple of len(x). With "rows", neighbouring lanes must hold a block, and
+    all lanes of the wave must call this. live: a condition, the same in all lanes of a block; nothing is stored if it
     is false."""
     words, fields = [], []
     if layout == "rows":
@@ -150,8 +152,8 @@ def emit_store(
 
 
 def quantize_lanes(arch: Device, x: list[Expr], lanes: int) -> tuple[list[Expr], Expr]:
-    """(int32 values, the largest magnitude, which is 127 of them) of the columns that `lanes` neighbouring lanes hold.
-    x: a lane's, float32 registers."""
+    """Quantizes the columns that `lanes` neighbouring lanes hold to int8. x: a lane's columns, float32 registers.
+    Returns (a lane's q as int32 registers, amax): x is about q * amax / 127."""
     top = T.fabs(x[0])
     for v in x[1:]:
         top = maximum(top, T.fabs(v))
@@ -161,8 +163,8 @@ def quantize_lanes(arch: Device, x: list[Expr], lanes: int) -> tuple[list[Expr],
 
 
 def quantize_block(arch: Device, x: list[Expr]) -> tuple[list[Expr], list[Expr]]:
-    """(the words of the lane's q, the block's fields of S; valid in the block's first lane) of the columns that a lane
-    holds: float32 registers, a number of them that divides a block. Its other lanes are neighbours."""
+    """Quantizes a block that neighbouring lanes hold. x: a lane's columns, float32 registers, whose number divides 32.
+    Returns (words of the lane's q, the block's fields of S, which are valid in the first lane of the block)."""
     lanes = BLOCK // len(x)
     q, top = quantize_lanes(arch, x, lanes)
     words, total = [], T.int32(0)
@@ -171,25 +173,25 @@ def quantize_block(arch: Device, x: list[Expr]) -> tuple[list[Expr], list[Expr]]
         for i, v in enumerate(q[first : first + WIDTH]):
             word, total = word | T.shift_left(v & T.int32(255), T.int32(8 * i)), total + v
         words.append(T.Bind(word))
-    # the sum of this lane's half of the block; then the other half's, the mirror image of its lanes away
+    # low: the sum over the lanes of this half of the block; high: that of the other half, from the mirrored lane
     low = wave_sum(arch, T.Bind(total), lanes // 2)
-    high = shuffle_xor(arch, low, lanes - 1 if lanes < BLOCK else lanes // 2)  # whichever AMD's GPUs have
+    high = shuffle_xor(arch, low, lanes - 1 if lanes < BLOCK else lanes // 2)  # masks for which AMD's GPUs have DPP
     d = T.Bind(top * T.float32(1 / 127))
     return words, [d, *(d * T.cast(part, "float32") for part in (low + high, low, high))]
 
 
 @builds(Quantize)
 def quantize(op: Quantize, arch: Device, state: Buffer, plan: ThreadsPlan | None) -> None:
-    """Kernel (state int32[4], X float32 [m, k], then A, S or H of [m, k], with layout "" Y float32): the live tokens'
-    rows, times Hadamard matrices if op.rotation, in the layout. UserError unless 32 divides k, ValueError for another
-    layout."""
+    """Kernel (state int32[4], X float32 [m, k], then A and S, or H, or Y float32 [m, k] for layout ""): converts the
+    rows of live tokens to the layout, with op.rotation after multiplication by Hadamard matrices. Raises UserError
+    unless k is a multiple of 32, ValueError if there is nothing to convert."""
     k, m, layout = op.k, op.m, op.layout
     if not (layout or op.rotation) or kind_of(layout) not in NAMES:
         raise ValueError(f"nothing to convert to the layout {layout!r}")
     threads = threads_of(arch, plan)
     X = T.arg("X", T.buffer((m, k), "float32"))
     out = act_args(m, k, layout, None if layout else ["Y"])
-    # of a wave as many columns as a matrix has
+    # Parts of WIDTH columns of a lane, so that a wave has at least as many columns as a Hadamard matrix.
     parts = max(op.rotation // (arch.wave * WIDTH), 1)
     width = threads * WIDTH * parts
     with launch((-(-k // width), m), (threads,)) as (chunk, token, thread), if_live(state, m, token):

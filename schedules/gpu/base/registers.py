@@ -9,12 +9,12 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 
 def local(size: int, dtype: str = "float32") -> Buffer:
-    """A buffer in registers; after unrolling all its indices must be constants."""
+    """A buffer in registers. After unrolling, all its indices must be constants."""
     return T.alloc_buffer((size,), dtype, scope="local")
 
 
 def filled(value: Expr, count: int = 1) -> Buffer:
-    """So many registers of that value."""
+    """A buffer of `count` registers, all with this value."""
     cells = local(count, str(value.ty))
     for i in range(count):
         put(cells, value, i)
@@ -27,8 +27,9 @@ def put(buffer: Buffer, value: Expr, *index: Expr) -> None:
 
 
 def owned(first: Expr, mine: Expr, threads: int, count: int) -> tuple[Expr, Expr | None]:
-    """What thread `mine` has of those from `first` on, one for each of `threads`: (its number, or after the last of all
-    `count` that one, whether there is one; None: each thread has one)."""
+    """The item of thread `mine`, if items first, first + 1, .. go to the threads 0, 1, .. Returns (number of the item,
+    whether it exists; None if it does for all threads). A number beyond the last of `count` items becomes the last
+    one."""
     place = first + mine
     if first + threads <= count if isinstance(first, int) else count % threads == 0:
         return place, None
@@ -36,20 +37,20 @@ def owned(first: Expr, mine: Expr, threads: int, count: int) -> tuple[Expr, Expr
 
 
 def each_owned(mine: Expr, threads: int, count: int) -> Iterator[tuple[Expr, Expr | None]]:
-    """What thread `mine` has of `count`, one after the other, each as of `owned`."""
+    """The items of thread `mine`, if `count` items go to the threads round robin; each as `owned` returns it."""
     for first in range(0, count, threads):
         place, valid = owned(first, mine, threads, count)
         yield T.Bind(place), valid
 
 
 def at(base: Expr, n: int) -> Expr:
-    """The index vector base, ..., base+n-1 (a buffer's last index only)."""
+    """The index vector base, ..., base+n-1. It may only be the last index of a buffer."""
     return T.ramp(base, 1, n) if n > 1 else base
 
 
 def opaque(x: Expr) -> Expr:
-    """The scalar `x` in a register that is opaque to TVM, which otherwise substitutes bound values into the expressions
-    that use them: chains of them take minutes to compile."""
+    """The scalar x in a register whose value is opaque to TVM. TVM otherwise substitutes bound values into the
+    expressions that use them, and then takes minutes to compile chains of them."""
     return filled(x)[0]
 
 
@@ -65,12 +66,12 @@ def elements(x: Expr) -> list[Expr]:
 
 
 def vector(values: Sequence[Expr]) -> Expr:
-    """Scalars as one vector; a single one is none."""
+    """Scalars as one vector; a single scalar stays a scalar."""
     return T.Shuffle(values, [T.int32(i) for i in range(len(values))]) if len(values) > 1 else values[0]
 
 
 def chosen(values: Sequence[Expr], number: Expr) -> Expr:
-    """values[number], or the only one. number: an int or in a register."""
+    """values[number], by selects if `number` is a register. If there is only one value, `number` is ignored."""
     if len(values) == 1:
         return values[0]
     if isinstance(number, int):
@@ -82,20 +83,21 @@ def chosen(values: Sequence[Expr], number: Expr) -> Expr:
 
 
 class Held:
-    """Registers that a loop hands on from one step to the next: scalars in nested lists, named tuples and dicts."""
+    """Registers that keep values from one step of a loop to the next: scalars in nested lists, named tuples and
+    dicts."""
 
     def __init__(self, first: Any):
-        """first: what the first step finds."""
+        """first: the values for the first step."""
         self._like = first
         self._cells = [filled(x) for x in _leaves(first)]
 
     def keep(self, values: Any) -> None:
-        """What the next step finds; nested as the first."""
+        """Sets the values for the next step. They must be nested like `first`."""
         for cell, x in zip(self._cells, _leaves(values), strict=True):
             put(cell, x, 0)
 
     def values(self) -> Any:
-        """What the step before kept."""
+        """The values that the step before kept."""
         return _rebuilt(self._like, iter([T.Bind(cell[0]) for cell in self._cells]))
 
 

@@ -1,18 +1,22 @@
-"""`AllReduce` and `AllGather` by a kernel that exchanges the parts while it runs, on all GPUs at once, instead of one
-that gets them from the host between two segments of a step (parts.py). A kernel that computes a part may do it itself,
-of the rows that its workgroups have (linear/gemv.py): `Sum`.
+"""All-reduce (`AllReduce`) and all-gather (`AllGather`) between GPUs by a kernel that exchanges the parts while it
+runs, on all GPUs at the same time. runtime/exchange_layout.py defines rank, round, word, slot, inbox and outbox.
+parts.py has the other kernel for these operators, for which the parts are exchanged between two segments of a step. A
+kernel that computes a part can also exchange it itself (joint.py), by `Sum`.
 
-Each GPU sends its part to the others as words (words.py), rounded to float16 if it is to be added up, then waits for
-theirs and adds all parts to the residual in the order of ranks: all have the same bits. It may prepare the norm of the
-sum for the layers after it (linear/deferred_norm.py). GPUs write words to the others' inboxes themselves (`peers`), or
-to an outbox, from which the host moves them (runtime/devices/exchange).
+Algorithm. Each GPU sends its part to the others as words (words.py); for a sum it is rounded to float16. Then it waits
+for the other parts, and adds all parts to the residual in the order of ranks, so that all GPUs get the same bits. The
+kernel may also prepare the norm of the sum (linear/deferred_norm.py). GPUs write words to the others' inboxes
+themselves (`peers`), or to an outbox, from which the host moves them (runtime/devices/exchange).
 
-The kernel counts rounds, since recorded launches cannot carry numbers. They alternate between two slots of inboxes and
-outboxes: a GPU begins round n + 2 when it has all words of round n + 1, which the others sent when they had those of
-round n and had emptied their places, so nothing is overwritten that is still to be read. A workgroup waits for
-what the others' workgroups of its own number send before they wait, and these words come before those of workgroups
-with higher numbers: a GPU that starts them in order need not have room for all. Of the lowest number that any GPU has
-not finished, all GPUs have started the workgroup, or have finished it.
+Rounds. The kernel counts rounds in memory (Control), because the arguments of recorded launches are fixed. Rounds
+alternate between two slots. This is enough: a GPU begins round n + 2 after it has received all words of round n + 1.
+The others sent these after they had received all words of round n and had emptied their places. So no word is
+overwritten that is still to be read.
+
+No deadlock. A workgroup first sends its words, then waits for the words of the workgroups with the same number on the
+other GPUs. If GPUs start workgroups in ascending order, they need not hold all of them at the same time: consider the
+lowest number whose workgroup is not finished on all GPUs. On each GPU this workgroup has started or is finished, so its
+words are sent, and it can finish everywhere.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,27 +46,29 @@ from mlc_amd.schedules.gpu.linear.deferred_norm import Loaded, PreparedNorm
 from mlc_amd.schedules.operators.exchange import AllGather, AllReduce
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
-QUAD = 4  # float32 of an access
-PAIR = 8  # float16 of a pair of words; half as many float32
-MOST_GROUPS = 64  # workgroups of a kernel that only exchanges
-POLLS = 1 << 22  # of a thread in a round before it gives up: a second by estimate; a driver took 0.3 for a submission
+QUAD = 4  # float32 values of a memory access
+PAIR = 8  # float16 values in a pair of words; a pair has half as many float32 values
+MOST_GROUPS = 64  # upper limit of the workgroups of a kernel that only exchanges
+POLLS = 1 << 22  # polls of a thread in a round before it gives up: about 1 s; a driver took 0.3 s for a submission
 
 
 @dataclass(frozen=True)
 class ExchangePlan:
     groups: int  # workgroups, a power of two up to MOST_GROUPS
-    threads: int  # of each
-    # divisions between polls, so that POLLS take as long on CPUs that act as a GPU, and end loops after 65536 steps
+    threads: int  # threads of a workgroup
+    # Divisions between two polls. Only for Vulkan drivers that run on the CPU: POLLS polls then also take long enough,
+    # though such a driver ends a loop after 65536 iterations.
     pause: int = 0
 
 
 def pause_of(arch: Device) -> int:
-    """That of a plan."""
+    """`ExchangePlan.pause` for an arch."""
     return 200 if arch.family == "generic" else 0
 
 
 def default_plan(values: int, arch: Device) -> ExchangePlan:
-    """Of so many values: many small workgroups, each has its own way to memory; on CPUs one."""
+    """The plan to exchange `values` values. Many small workgroups, because compute units access memory independently;
+    one workgroup for drivers that run on the CPU."""
     if arch.family == "generic":
         return ExchangePlan(1, min(arch.threads, 16), pause_of(arch))
     groups, pairs = MOST_GROUPS, values // PAIR
@@ -75,8 +81,9 @@ def default_plan(values: int, arch: Device) -> ExchangePlan:
 
 
 class Round:
-    """A kernel's part in a round of the exchanges of `op`. Declares the boxes: the last parameters. capacity, peers,
-    polls: of `exchange`; pause: of its plan."""
+    """The code of a kernel for one round. Declares the kernel's last parameters, the boxes. op: the exchange. capacity,
+    peers, polls: see `exchange`. pause: see `ExchangePlan`. Raises ValueError unless the words of a round are whole
+    cache lines and fit into a slot."""
 
     def __init__(
         self, op: AllReduce | AllGather, capacity: int, arch: Device, peers: bool, polls: int = POLLS, pause: int = 0
@@ -90,7 +97,8 @@ class Round:
         (self.control,) = declared("int32", Control=(CONTROL,))
 
     def begin(self, thread: Expr, threads: int) -> None:
-        """Before all else. thread: number of this one out of `threads` that exchange."""
+        """Emits the code at the beginning of the kernel. thread: number of this thread among the `threads` threads that
+        exchange."""
         self.box = Words(self.arch, thread, threads)
         done = T.shift_right(T.Bind(self.control[DONE]), T.int32(GROUPS.bit_length() - 1))
         self.slot = T.Bind((done + 1 & 1) * self.capacity)
@@ -98,21 +106,24 @@ class Round:
         self.rank, self.alive = T.Bind(self.control[RANK]), T.Bind(self.late[0] == 0)
 
     def send(self, pair: Expr, part: list[Expr], mine: Expr) -> None:
-        """Sends float32 values, those of a pair of words; mine: whether this thread is to exchange that pair."""
+        """Sends the values of a pair of words. pair: its number. part: float32 values. mine: a condition, whether this
+        thread exchanges the pair."""
         sent = _words(_sent(part, self.sums))
         with when(mine):
             for outbox in self.outs:
                 self.box.store(outbox, self.slot + pair * 2, *sent)
 
     def received(self, pair: Expr, part: list[Expr]) -> list[list[Expr]]:
-        """What all ranks sent, in their order; part: what this one did. A thread has sent all its pairs before."""
+        """Waits for a pair of words, and returns the float32 values of all ranks, in the order of ranks. part: those
+        that this rank sent. A thread must have sent all its pairs before."""
         places = [source * outbox_words(self.capacity) + self.slot + pair * 2 for source in range(self.others)]
         got = _received(self.box, self.inbox, places, self.late, self.polls, self.pause)
         own, theirs = _sent(part, self.sums), [_values(data, self.sums) for data in got]
         return _in_order(_values(own, self.sums), theirs, self.rank)
 
     def end(self, first: Expr, group: Expr, groups: int) -> None:
-        """After all else. group: number of the workgroup, of up to GROUPS; first: whether the thread is its first."""
+        """Emits the code at the end of the kernel. group: number of the workgroup among `groups`, at most GROUPS.
+        first: a condition, whether this is the first thread of the workgroup."""
         with when(self.late[0] != 0):
             T.buffer_store(self.control, T.int32(1), [FAILED])
         begin, end = (T.truncdiv((group + i) * GROUPS, T.int32(groups)) for i in (0, 1))
@@ -122,8 +133,8 @@ class Round:
 
 
 class Sum:
-    """An `AllReduce` by a kernel that exchanges: declares its parameters after X, and the boxes (`Round`, of which
-    `rest` are the other arguments)."""
+    """The code of a kernel for an `AllReduce`. Declares the operator's parameters after X, then the boxes. rest: the
+    other arguments of `Round`."""
 
     def __init__(self, op: AllReduce, capacity: int, arch: Device, *rest):
         self.n, shape = op.n, (op.m * op.n,)
@@ -135,7 +146,8 @@ class Sum:
         self.round = Round(op, capacity, arch, *rest)
 
     def load(self, token: Expr, column: Expr) -> tuple[list[Expr], Loaded | None]:
-        """What `store` takes besides, before words are waited for."""
+        """Loads the residual and the norm's inputs that `store` needs, for PAIR columns of a token. To be called before
+        the wait for words, so that the loads overlap it."""
         before = [] if self.before is None else _loaded(self.before, token * self.n + column, PAIR)
         return before, self.norm.load(token, column, PAIR) if self.norm else None
 
@@ -148,7 +160,8 @@ class Sum:
         loaded: tuple[list[Expr], Loaded | None],
         mine: Expr,
     ) -> None:
-        """Adds up a pair's columns `column`.. of a token; mine: as of `Round.send`, where the same `part` was sent."""
+        """Adds up the PAIR columns from `column` on of a token, and stores the sum. pair, part, mine: those of
+        `Round.send`. loaded: from `load`."""
         (before, of_norm), total = loaded, filled(T.float32(0), PAIR)
         with when(mine):
             ordered = self.round.received(pair, part)
@@ -157,7 +170,7 @@ class Sum:
                 T.buffer_store(self.out, vector(result[j : j + QUAD]), [at(token * self.n + column + j, QUAD)])
             for j, value in enumerate(result if self.norm else []):
                 put(total, value, j)
-        if self.norm and of_norm:  # all lanes of a wave, which waited for words each by itself
+        if self.norm and of_norm:  # here the lanes of a wave work together, but each has waited for its own words
             wave_meets(self.round.arch)
             found = vector([T.Bind(total[j]) for j in range(PAIR)])
             self.norm.store(self.round.arch, token, column, found, of_norm, mine)
@@ -167,13 +180,15 @@ def exchange(
     op: AllReduce | AllGather, capacity: int, arch: Device, name: str, peers: bool = False,
     plan: ExchangePlan | None = None, polls: int = POLLS,
 ) -> tirx.PrimFunc:  # fmt: skip
-    """Kernel (state, X float32 [m, n], [R float32 [m, n]], [NG, [NS]], Y float32 [m, n], P, what it prepares of a norm,
-    Inbox int64 [..], Outbox0.. int64 [..], Control int32 [4]): what the operator says, of all m rows. The parameters
-    before Inbox are the operator's; state and P are not used. capacity: words of a slot of the boxes, the same in all
-    kernels that use them. peers: there is an outbox for each other rank, in the order of ranks, which is this one's
-    part of its inbox; else one for all.
-    polls: as of POLLS; when a thread gives up, Y is not valid, Control[FAILED] is set, and later launches do nothing.
-    ValueError unless words fill cache lines and fit."""
+    """Kernel (state, X float32 [m, n], [R float32 [m, n]], [NG, [NS]], Y float32 [m, n], P, outputs of a prepared norm,
+    Inbox int64 [..], Outbox0.. int64 [..], Control int32 [4]): computes the operator for all m rows. The parameters
+    before Inbox are those of the operator's other kernel (parts.py); state and P are not used.
+
+    capacity: words in a slot, the same in all kernels that share boxes. peers: if true, there is an outbox for each
+    other rank, in the order of ranks, which is this rank's place in the inbox of the other; if false, there is one
+    outbox.
+    polls: see POLLS. When a thread gives up, Y is invalid, Control[FAILED] is set, and later launches do nothing.
+    Raises ValueError unless the words of a round are whole cache lines and fit into a slot."""
     pairs, parts = op.words // 2, op.parts
     plan = plan or default_plan(4 * op.words, arch)
     count = -(-pairs // (plan.groups * plan.threads))
@@ -192,14 +207,14 @@ def exchange(
             round.begin(thread, plan.threads)
 
             def steps() -> Iterator[tuple[Expr, Expr]]:
-                """(the number of a pair that exists; whether this thread is to exchange it)."""
+                """(number of a pair, whether this thread exchanges it); the number is valid in any case."""
                 with T.serial(count) as step:
                     i, last = T.Bind((group * count + step) * plan.threads + thread), T.int32(pairs - 1)
                     yield T.Bind(T.min(i, last)), T.Bind(round.alive & (i <= last))
 
             for i, mine in steps():
                 round.send(i, _loaded(partial, i * width, width), mine)
-            barrier()  # all threads of the workgroup have sent all, and read the count
+            barrier()  # all threads of the workgroup have sent their pairs, and have read the number of the round
             for i, mine in steps():
                 own = _loaded(partial, i * width, width)
                 row, column = (T.Bind(f(i * width, T.int32(op.n))) for f in (T.truncdiv, T.truncmod))
@@ -226,7 +241,7 @@ def _loaded(buffer: Buffer, first: Expr, count: int) -> list[Expr]:
 
 
 def _sent(part: list[Expr], sums: bool) -> list[Expr]:
-    """A pair of the part as the halves of two words: two float16 each where they are added up, else a float32."""
+    """The values of a pair as int32 halves of words. For sums a half is two float16, otherwise one float32."""
     if not sums:
         return [T.Bind(T.reinterpret("int32", x)) for x in part]
     fit = [clamped(x) for x in part]
@@ -241,8 +256,8 @@ def _words(halves: list[Expr]) -> list[Expr]:
 def _received(
     box: Words, inbox: Buffer, places: Sequence[Expr], late: Buffer, polls: int, pause: int
 ) -> list[list[Expr]]:
-    """The halves of each sender's pair at `places`, once they arrive, and empties these; sets late[0] to 1 if they do
-    not."""
+    """Polls until a pair of words from each sender has arrived at `places`, then sets these to EMPTY. Returns the four
+    halves of each pair. Sets late[0] to 1 if they do not arrive."""
     cells, waiting = local(2 * len(places), "int64"), filled(T.Select(late[0] == 0, T.int32(1), T.int32(0)))
     spent, idle = filled(T.int32(0)), filled(places[0])
     with T.While(waiting[0] != 0):
@@ -255,7 +270,8 @@ def _received(
         put(late, T.Select(missing, T.int32(1), T.int32(0)), 0)
         for _ in range(pause):
             put(idle, T.truncdiv(T.int32(0x7FFFFFFF), idle[0] | T.int32(1)), 0)
-        put(spent, spent[0] + T.Select(idle[0] == -1, T.int32(2), T.int32(1)), 0)  # so that the pause is computed
+        # depends on `idle`, so that the compiler does not remove the pause
+        put(spent, spent[0] + T.Select(idle[0] == -1, T.int32(2), T.int32(1)), 0)
         put(waiting, T.Select(spent[0] < polls, late[0], T.int32(0)), 0)
     with when(late[0] == 0):
         for place in places:
@@ -265,14 +281,14 @@ def _received(
 
 
 def _values(data: list[Expr], sums: bool) -> list[Expr]:
-    """Of a pair's halves, as float32."""
+    """The float32 values in the halves of a pair."""
     if sums:
         return [half for one in data for half in halves(one)]
     return [T.Bind(T.reinterpret("float32", one)) for one in data]
 
 
 def _in_order(own: list[Expr], got: list[list[Expr]], rank: Expr) -> list[list[Expr]]:
-    """The values of all ranks: `got` are those of the others."""
+    """The values of all ranks, in the order of ranks. own: those of this rank; got: those of the others, in order."""
     found = []
     for place in range(len(got) + 1):
         values = own

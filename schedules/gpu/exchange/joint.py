@@ -1,9 +1,12 @@
-"""A product and the exchange of its result in one launch: a workgroup sends what it has computed, then waits for what
-the others' workgroups of its number computed of the same columns, and adds it up (exchange.py). Of few tokens, whose
-products are GEMVs of blocks of 32 rows: a block of a token is a cache line of words.
+"""A product and the all-reduce of its result in one kernel. A workgroup computes its part of the product and sends it.
+Then it waits for the parts that the workgroups with the same number on the other GPUs have sent, and adds them up
+(exchange.py).
 
-The kernel does what the product's and the exchange's kernels do. Its parameters are those of the product, those of the
-exchange after X, and the boxes.
+This is for few tokens, for which products are GEMVs whose workgroups have blocks of 32 rows: the 32 float16 results of
+a block and a token fill one cache line of words.
+
+In: the two operators that the kernel replaces. Out: a kernel with the parameters of the product, then those of the
+exchange after X, then the boxes.
 """
 
 from dataclasses import replace
@@ -18,20 +21,21 @@ from mlc_amd.schedules.gpu.exchange.exchange import POLLS, Sum, pause_of
 from mlc_amd.schedules.gpu.linear import gemv, gemv_down, norm_place
 from mlc_amd.schedules.operators import AllReduce, ExpertDown, Linear, Operator
 
-RESIDENT = 4  # workgroups that a compute unit holds at once: of 256 threads each, whose registers are few
+RESIDENT = 4  # workgroups of 256 threads that a compute unit can hold at the same time; they need few registers
 
 
 def can_join(product: Operator | None, total: AllReduce, arch: Device) -> bool:
-    """Whether there is a kernel that computes a product and the sum of it over all GPUs, and takes no longer than two
-    launches: workgroups with whole blocks of rows may be too few for all compute units."""
+    """Whether there is a joint kernel for a product and its all-reduce that takes no longer than the two separate
+    kernels. It may take longer, because workgroups must have whole blocks of rows and so may be too few for all compute
+    units."""
     if total.half or total.norm_out not in ("", "rows") or total.n % BLOCK:
         return False
     if total.n // BLOCK > RESIDENT * arch.units:
-        return False  # a workgroup that waits for one that has no place yet: others may start in another order
+        return False  # not all workgroups are resident: one could wait for another GPU's that has not started
     if isinstance(product, ExpertDown):
         split = gemv_down.block_split(product, arch)
         if not product.m == product.tile == 1 or product.residual or split is None:
-            return False  # of several rows, workgroups of those that are not live would send nothing
+            return False  # with several rows, the workgroups of rows that are not live would send nothing
         groups = split.groups, gemv_down.down_split(product, arch).groups
         return not arch.launch_us or norm_place.idle_us(product, groups, arch) <= arch.launch_us
     if not isinstance(product, Linear) or not product.plain or product.norm_out or product.eps is not None:
@@ -42,7 +46,8 @@ def can_join(product: Operator | None, total: AllReduce, arch: Device) -> bool:
 
 
 def planned(product: Linear | ExpertDown) -> Operator:
-    """The operator whose plans are those of a joint kernel: that of a linear whose workgroups have blocks, too."""
+    """The operator whose plans a joint kernel uses: for a linear, one that prepares a norm, as its workgroups also have
+    blocks of rows."""
     return replace(product, norm_out="rows") if isinstance(product, Linear) else product
 
 
@@ -50,7 +55,8 @@ def joint(
     product: Linear | ExpertDown, total: AllReduce, capacity: int, arch: Device, name: str, peers: bool = False,
     plan=None, polls: int = POLLS,
 ) -> tirx.PrimFunc:  # fmt: skip
-    """That kernel. capacity, peers, polls: as of `exchange`; plan: of `planned`'s, of a linear."""
+    """The joint kernel; see the module's docstring. capacity, peers, polls: see `exchange`. plan: of a linear, a plan
+    of the operator `planned(product)`."""
     with kernel(name) as ir:
         state, rest = T.arg("state", T.buffer((4,), "int32")), (capacity, arch, peers, polls, pause_of(arch))
         emit = gemv.emit_linear if isinstance(product, Linear) else gemv_down.emit_down

@@ -1,6 +1,6 @@
-"""What the GPUs of a divided model computed becomes one result: `all_reduce` adds it up, `all_gather` puts it side by
-side (schedules/operators/exchange.py). P has the parts of all GPUs before the kernel is launched. A thread has four
-columns of a row."""
+"""Kernels that combine the parts of all GPUs with --split tensor: `all_reduce` adds them, `all_gather` concatenates
+them (schedules/operators/exchange.py). The parameter P must have the parts of all GPUs when the kernel is launched.
+Each thread computes four columns of a row."""
 
 from tvm.tirx.script import builder as T
 
@@ -16,9 +16,9 @@ from mlc_amd.schedules.tir import Buffer, declared
 
 @builds(AllReduce)
 def all_reduce(op: AllReduce, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state, X float32 or float16 [m, n], [R float32 [m, n]], [NG, [NS]], Y float32 [m, n], P as X [parts, m,
-    n], and what it prepares of a norm): Y = R + the sum of P, in the order of the parts. n: a multiple of 4, or of a
-    block where it prepares a norm."""
+    """Kernel (state, X float32 or float16 [m, n], [R float32 [m, n]], [NG, [NS]], Y float32 [m, n], P [parts, m, n]
+    with the dtype of X, outputs of a prepared norm): Y = R + the sum of P over parts, in their order. n: a multiple of
+    4; of 32 if the kernel prepares a norm."""
     n, m, threads = op.n, op.m, column_threads(op.n, arch)
     declared(op.dtype, X=(m, n))
     (R,) = declared(R=(m, n) if op.residual else None)
@@ -40,8 +40,8 @@ def all_reduce(op: AllReduce, arch: Device, state: Buffer, plan: None) -> None:
 
 @builds(AllGather)
 def all_gather(op: AllGather, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state, X float32 [m, n], Y float32 [m, parts * n], P float32 [parts, m, n]): Y's columns are those of the
-    parts, one after the other. n: a multiple of 4."""
+    """Kernel (state, X float32 [m, n], Y float32 [m, parts * n], P float32 [parts, m, n]): a row of Y is the
+    concatenation of the rows of all parts. n: a multiple of 4."""
     n, m, threads = op.n, op.m, column_threads(op.n, arch)
     _, Y, P = declared(X=(m, n), Y=(m, op.parts * n), P=(op.parts, m, n))
     grid = -(-n // (threads * WIDTH)), m, op.parts

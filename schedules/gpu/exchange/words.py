@@ -1,7 +1,8 @@
-"""The words that GPUs send each other: 8 bytes, two halves of data. Who waits for a half polls it until it is not EMPTY
-any more, then makes it EMPTY again: no flag, no order of stores, no fence is needed, and halves may come one by one.
+"""Loads and stores of the words that GPUs send each other. A word is 8 bytes, two halves of data
+(runtime/exchange_layout.py). A receiver polls a word until neither half is EMPTY, then sets it to EMPTY again. So no
+flags, no order of stores and no fences are needed, and the halves may arrive one after the other.
 
-Words go in pairs of 16 bytes. All accesses are volatile: each goes to memory, no cache has an old copy.
+Words are accessed in pairs of 16 bytes. All accesses are volatile, so that each reaches memory instead of a cache.
 """
 
 from tvm.tirx.script import builder as T
@@ -15,9 +16,11 @@ PAIR_BYTES = 16
 
 
 class Words:
-    """Loads and stores of pairs by the threads of a workgroup, `thread` is this one's number out of `threads`. On AMD's
-    own API they go through LDS: TVM has no volatile accesses, LLVM's copy of memory can be one. It is made of accesses
-    of 8 bytes, as LDS and parameters are declared to be aligned: none tears a word."""
+    """Loads and stores of pairs of words by the threads of a workgroup. thread: number of this thread among `threads`.
+
+    For target rocm they go through LDS. TVM has no volatile accesses, but LLVM's memcpy intrinsic can be volatile. LLVM
+    implements it by accesses of 8 bytes, because LDS and parameters are declared with this alignment; so no access
+    tears a word."""
 
     def __init__(self, arch: Device, thread: Expr, threads: int):
         self.arch, self.thread = arch, thread
@@ -28,7 +31,7 @@ class Words:
                 T.buffer_store(self.blank, T.int64(EMPTY), [thread, i])
 
     def load(self, buffer: Buffer, index: Expr) -> tuple[Expr, Expr]:
-        """buffer[index] and the one after it. index: even."""
+        """Loads the words buffer[index] and buffer[index + 1]. index: even."""
         address = T.address_of(buffer[index])
         if self.stage is None:
             pair = T.Bind(T.call_extern("int64x2", "vk.volatile_load", address))
@@ -37,7 +40,7 @@ class Words:
         return T.Bind(self.stage[self.thread, 0]), T.Bind(self.stage[self.thread, 1])
 
     def store(self, buffer: Buffer, index: Expr, *pair: Expr) -> None:
-        """The opposite."""
+        """Stores two words to buffer[index] and buffer[index + 1]. index: even."""
         address = T.address_of(buffer[index])
         if self.stage is None:
             T.evaluate(T.call_extern("void", "vk.volatile_store", address, vector(pair)))
@@ -47,7 +50,7 @@ class Words:
         self._copy(address, T.address_of(self.stage[self.thread, 0]))
 
     def empty(self, buffer: Buffer, index: Expr) -> None:
-        """Stores a pair that is EMPTY."""
+        """Sets a pair of words to EMPTY. index: even."""
         if self.stage is None:
             self.store(buffer, index, T.int64(EMPTY), T.int64(EMPTY))
         else:
@@ -58,12 +61,12 @@ class Words:
 
 
 def word(low: Expr, high: Expr) -> Expr:
-    """Two int32 as a word."""
+    """Two int32 halves as an int64 word. A half that equals EMPTY is changed by 1."""
     low, high = (T.Select(half == EMPTY, T.int32(EMPTY - 1), half) for half in (low, high))
     lower = T.cast(T.reinterpret("uint32", T.Bind(low)), "int64")
     return T.Bind(T.shift_left(T.cast(T.Bind(high), "int64"), T.int64(32)) | lower)
 
 
 def halves_of(word: Expr) -> tuple[Expr, Expr]:
-    """The reverse."""
+    """The two int32 halves of a word."""
     return T.Bind(T.cast(word, "int32")), T.Bind(T.cast(T.shift_right(word, T.int64(32)), "int32"))

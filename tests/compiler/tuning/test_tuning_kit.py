@@ -21,17 +21,17 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import cli
 
 pytest.importorskip("xgboost")
-ARCH, SPEC, COUNT = "lavapipe", "tiny:q4_0", 6
+ARCH, SPEC, COUNT = "lavapipe", "tiny:q4_0", 4
 CHECK = {"checked": "device", "passed": True, "deviation": 0.0, "error": "", "gain": 1.1}
 
 
 @pytest.fixture(scope="module")
 def tasks():
-    """Three small decode kernels only: the driver is slow."""
+    """Two small decode kernels only: the driver is slow."""
     found = extract(synthetic(SPEC), make_target("vulkan", ARCH), 64)
     small = [task for task in found if task.workload.args.get("m") == 1]
     linear, norms = ([task for task in small if task.workload.name == op] for op in ("linear", "rms_norm"))
-    return [*linear[:2], norms[0]]
+    return [linear[0], norms[0]]
 
 
 @pytest.fixture
@@ -291,7 +291,10 @@ def _without_results(kit: Path, folder: Path) -> None:
 def test_where_nothing_runs_the_program_fails(measured, tmp_path):
     folder = shutil.copytree(measured[0], tmp_path / "kit")
     (folder / "results.json").unlink()
-    for file in folder.glob("candidates/*/*.spv"):
+    kit = json.loads((folder / "kit.json").read_text())
+    name = next(name for name, entry in kit["candidates"].items() if not entry["reference"])
+    (folder / "kit.json").write_text(json.dumps(kit | {"candidates": {name: kit["candidates"][name]}}))
+    for file in folder.glob(f"candidates/{name}/*.spv"):
         file.write_bytes(b"")
     done = run_kit(folder, tmp_path)
     assert done.returncode == 1 and done.stderr.startswith("error: no kernel could be measured"), done.stdout

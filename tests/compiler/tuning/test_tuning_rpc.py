@@ -2,11 +2,14 @@
 model."""
 
 import functools
+import math
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from mlc_amd.runtime.measure.candidate import FILE, read, write
 from mlc_amd.schedules.space import space
 
 pytest.importorskip("xgboost")
+from tvm.rpc import base
 from vulkan_harness import gpu  # (lets Vulkan see Mesa's CPU driver only, here and in the servers)
 
 from mlc_amd.compiler.codegen.target import make_target
@@ -120,6 +124,12 @@ def tasks_of(kind: str, arch: str):
     return [task for task in found if "decode" in task.calls and space(task.workload, arch)], arch
 
 
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch):
+    monkeypatch.setattr(rpc, "POLL", 0.1)
+    monkeypatch.setattr(rpc_client, "POLL", 0.1)
+
+
 # ---- the real thing
 
 
@@ -204,19 +214,23 @@ def test_candidates_of_another_arch_are_refused(loopback):
 
 def test_a_silent_server_is_lost_and_its_work_is_done_by_another(loopback, monkeypatch):
     tasks, arch = tasks_of("cpu", "native")
-    monkeypatch.setattr(rpc_client, "SILENT", 10.0)
-    victim = loopback.serve("silent")
-    messages, jobs = [], [(tasks[-1].workload, plan) for plan in space(tasks[-1].workload, arch).plans[:2]]
+    monkeypatch.setattr(rpc, "HOLD", PATIENCE)
+    victim, messages = loopback.serve("silent"), []
+    first, second = ((tasks[-1].workload, plan) for plan in space(tasks[-1].workload, arch).plans[:2])
 
-    def stop(done, total):
-        if done == 1:
-            os.killpg(victim.pid, signal.SIGSTOP)  # as a machine whose network is gone
-            loopback.serve("silent")
+    def say(text: str) -> None:
+        messages.append(text)
+        if "is lost" in text:
+            monkeypatch.setattr(rpc_client, "SILENT", PATIENCE)  # the other one may be slow
 
-    with rpc.Remote("cpu", arch.name, loopback.place, "silent", workers=1, say=messages.append) as remote:
-        measured = remote.measure(jobs, stop)
+    with rpc.Remote("cpu", arch.name, loopback.place, "silent", workers=1, say=say) as remote:
+        measured = remote.measure([first])
+        os.killpg(victim.pid, signal.SIGSTOP)  # as a machine whose network is gone
+        loopback.serve("silent")
+        monkeypatch.setattr(rpc_client, "SILENT", 1.0)
+        measured += remote.measure([second])
     assert [found.error for found in measured] == [""] * 2
-    assert [text.partition(": ")[2] for text in messages if "is lost" in text] == ["took more than 10 s"]
+    assert [text.partition(": ")[2] for text in messages if "is lost" in text] == ["took more than 1 s"]
 
 
 # ---- without machines
@@ -236,6 +250,49 @@ def test_without_a_server_or_tracker_a_run_says_what_to_do(loopback, monkeypatch
         pytest.raises(rpc.NoServer, match=r"no tracker at .*refused.*tracker-only"),
     ):
         servers.compare(Path("a"), Path("b"))
+
+
+def test_a_server_waits_for_a_tracker_with_few_words(monkeypatch):
+    """One that ends each connection, as a machine on the way does whose other end is dead, and then answers."""
+    monkeypatch.setattr(rpc_server, "AGAIN", 0.0)
+    monkeypatch.setattr(rpc_server, "REMINDER", math.inf)
+    messages: list[str] = []
+    with socket.create_server((HOST, 0)) as listening:
+
+        def answer():
+            for answers in (False, False, False, True, True):
+                with listening.accept()[0] as connection:
+                    if answers:
+                        connection.sendall(struct.pack("<i", base.RPC_TRACKER_MAGIC))
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        place = listening.getsockname()
+        rpc_server.wait_for_tracker(place, messages.append).close()
+        thread.join()
+    first, last = messages
+    assert first.startswith(f"the tracker at {HOST}:{place[1]} does not answer (") and last.endswith(" answers")
+
+
+def test_a_server_that_waits_for_its_tracker_ends_at_ctrl_c():
+    with socket.create_server((HOST, 0)) as free:
+        port = free.getsockname()[1]
+    command = [MLC_AMD, "tune-server", "--tracker", f"{HOST}:{port}", "--key", KEY]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            assert process.stderr is not None
+            assert any("does not answer (Connection refused)" in line for line in process.stderr)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(PATIENCE) == 130
+        finally:
+            end(process)
+
+
+def test_what_is_no_tracker_ends_a_server():
+    with socket.create_server((HOST, 0)) as listening:
+        threading.Thread(target=lambda: listening.accept()[0].sendall(b"HTTP/1.1 400"), daemon=True).start()
+        with pytest.raises(UserError, match="is no tracker; check --tracker"):
+            rpc_server.wait_for_tracker(listening.getsockname(), print)
 
 
 def test_a_batch_grows_with_the_servers(loopback):

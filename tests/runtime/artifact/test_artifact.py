@@ -238,7 +238,7 @@ def test_another_cpu(broken):
 
 
 def test_another_device(demo_artifact):
-    with pytest.raises(UserError, match="compiled for target 'cpu', not 'hip'"):
+    with pytest.raises(UserError, match="for target 'cpu', not 'hip'"):
         Engine.load(demo_artifact, RunOptions(device="hip"))
 
 

@@ -22,7 +22,7 @@ from mlc_amd.runtime.devices.hip.api import Hip
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.gpu import Instance
 from mlc_amd.runtime.devices.vulkan.memory import VulkanMemory
-from mlc_amd.runtime.exchange_layout import EMPTY, FAILED, LINE, RANK, outbox_words
+from mlc_amd.runtime.exchange_layout import EMPTY, FAILED, LINE, RANK, inbox_words, outbox_words
 from mlc_amd.schedules.gpu.base import quantize
 from mlc_amd.schedules.gpu.exchange.exchange import ExchangePlan, exchange
 from mlc_amd.schedules.operators import AllReduce
@@ -44,13 +44,14 @@ def code(tmp_path_factory):
 
 
 class Boxes:
-    """Boxes of three ranks in arrays, and a relay between them."""
+    """Boxes of so many ranks in arrays, and a relay between them."""
 
-    CAPACITY, PARTS = 4 * LINE, 3
+    CAPACITY = 4 * LINE
 
-    def __init__(self, code, threads):
-        self.outboxes = [aligned(outbox_words(self.CAPACITY)) for _ in range(self.PARTS)]
-        self.inboxes = [aligned((self.PARTS - 1) * outbox_words(self.CAPACITY)) for _ in range(self.PARTS)]
+    def __init__(self, code, parts, threads):
+        self.parts = parts
+        self.outboxes = [aligned(outbox_words(self.CAPACITY)) for _ in range(parts)]
+        self.inboxes = [aligned(inbox_words(parts, self.CAPACITY)) for _ in range(parts)]
         addresses = [[box.ctypes.data for box in boxes] for boxes in (self.outboxes, self.inboxes)]
         self.relay = Relay(RelayCode(code), *addresses, self.CAPACITY, threads)
 
@@ -60,14 +61,14 @@ class Boxes:
         self.outboxes[rank][place + first : place + words] = sent(rank, number, words)[first:]
 
     def received(self, receiver, sender, number, words=CAPACITY):
-        slots = self.inboxes[receiver].reshape(self.PARTS - 1, 2, self.CAPACITY)
+        slots = self.inboxes[receiver].reshape(self.parts - 1, 2, self.CAPACITY)
         return slots[sender - (sender > receiver), number & 1, :words]
 
     def arrived(self, number, words=CAPACITY):
         return [
             np.array_equal(self.received(to, of, number, words), sent(of, number, words))
-            for to in range(self.PARTS)
-            for of in range(self.PARTS)
+            for to in range(self.parts)
+            for of in range(self.parts)
             if to != of
         ]
 
@@ -88,9 +89,9 @@ def until(condition, seconds=20):
         time.sleep(0.001)
 
 
-@pytest.fixture(params=[1, 2, 12], ids=lambda threads: f"{threads} threads")
+@pytest.fixture(params=[(3, 1), (3, 2), (3, 12), (8, 3)], ids="{0[0]} ranks, {0[1]} threads".format)
 def boxes(code, request):
-    made = Boxes(code, request.param)
+    made = Boxes(code, *request.param)
     yield made
     made.relay.close()
 
@@ -98,7 +99,7 @@ def boxes(code, request):
 def test_words_go_to_all_others(boxes):
     boxes.relay.begin(40, boxes.CAPACITY)
     for number in range(1, 41):
-        for rank in range(boxes.PARTS):
+        for rank in range(boxes.parts):
             boxes.send(rank, number)
         until(lambda number=number: all(boxes.arrived(number)))
         assert all((box == EMPTY).all() for box in boxes.outboxes)
@@ -106,13 +107,13 @@ def test_words_go_to_all_others(boxes):
 
 def test_a_line_waits_for_all_of_its_words(boxes):
     boxes.relay.begin(1, 2 * LINE)
-    for rank in range(boxes.PARTS):
+    for rank in range(boxes.parts):
         boxes.send(rank, 1, 2 * LINE - 1)
     until(lambda: all(boxes.arrived(1, LINE)))
     time.sleep(0.05)
     others = [boxes.received(to, of, 1, 2 * LINE)[LINE:] for to, of in ((0, 1), (1, 0), (2, 1))]
     assert all((words == EMPTY).all() for words in others)
-    for rank in range(boxes.PARTS):
+    for rank in range(boxes.parts):
         boxes.send(rank, 1, 2 * LINE)
     until(lambda: all(boxes.arrived(1, 2 * LINE)))
 
@@ -120,7 +121,7 @@ def test_a_line_waits_for_all_of_its_words(boxes):
 def test_rounds_of_few_words_count_for_all_threads(boxes):
     for number, words in ((1, LINE), (2, boxes.CAPACITY), (3, LINE), (4, boxes.CAPACITY)):
         boxes.relay.begin(1, words)
-        for rank in range(boxes.PARTS):
+        for rank in range(boxes.parts):
             boxes.send(rank, number, words)
         until(lambda number=number, words=words: all(boxes.arrived(number, words)))
 
@@ -154,7 +155,7 @@ def test_stop_ends_rounds_that_nobody_answers(boxes):
     boxes.relay.stop()
     assert time.monotonic() - begin < 10
     boxes.relay.begin(1, boxes.CAPACITY)
-    for rank in range(boxes.PARTS):
+    for rank in range(boxes.parts):
         boxes.send(rank, 1)
     until(lambda: all(boxes.arrived(1)))
 
@@ -190,7 +191,7 @@ class Devices:
 
 @pytest.mark.parametrize(
     ("gpus", "groups", "rounds"),
-    [(2, 1, 256), pytest.param(2, 2, 6000, marks=pytest.mark.full), pytest.param(3, 1, 1024, marks=pytest.mark.full)],
+    [(2, 1, 256), *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, 2, 6000), (3, 1, 1024), (8, 1, 320)))],
 )
 def test_all_words_of_thousands_of_rounds(code, gpus, groups, rounds):
     gpu()
