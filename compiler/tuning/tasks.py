@@ -60,11 +60,11 @@ def extract(model, backend, ctx: int | None = None) -> list[Task]:
                 calls[function], weight = count, weight + count
         if not calls:  # of a function that only --verify uses
             continue
+        about = work(workload, backend.kernels[name])
         if name in exchanging:  # the kernel that also exchanges the product takes the plan of this operator
             workload = planned(workload)
         if old := tasks.get(workload):
             calls = {one: calls.get(one, 0) + old.calls.get(one, 0) for one in calls | old.calls}
             name, weight = old.name, weight + old.weight
-        about = work(workload, backend.kernels[name])
         tasks[workload] = Task(workload, name, calls, weight, about["bytes"], about["flops"])
     return sorted(tasks.values(), key=lambda task: -task.weight * task.bytes)
