@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from mlc_amd.compiler.lowering import lower
 from mlc_amd.compiler.work import work
 from mlc_amd.runtime.artifact.manifest import is_encoder
+from mlc_amd.schedules.gpu.exchange.joint import planned
 from mlc_amd.schedules.operators import Operator
 
 CHUNK = 512  # tokens that a prefill function's calls are counted for
@@ -45,7 +46,7 @@ def extract(model, backend, ctx: int | None = None) -> list[Task]:
     lowered = lower(model, backend, ctx)
     sizes = {function.name: function.m for function in lowered.functions}
     longest = max((m for name, m in sizes.items() if name.startswith("prefill")), default=1)
-    table = lowered.plan.calls()
+    table, exchanging = lowered.plan.calls(), {product for product, _ in lowered.plan.joint}
     tasks: dict[Operator, Task] = {}
     for name, workload in backend.workloads.items():
         calls, weight = dict[str, float](), 0.0
@@ -59,9 +60,11 @@ def extract(model, backend, ctx: int | None = None) -> list[Task]:
                 calls[function], weight = count, weight + count
         if not calls:  # of a function that only --verify uses
             continue
+        about = work(workload, backend.kernels[name])
+        if name in exchanging:  # the kernel that also exchanges the product takes the plan of this operator
+            workload = planned(workload)
         if old := tasks.get(workload):
             calls = {one: calls.get(one, 0) + old.calls.get(one, 0) for one in calls | old.calls}
             name, weight = old.name, weight + old.weight
-        about = work(workload, backend.kernels[name])
         tasks[workload] = Task(workload, name, calls, weight, about["bytes"], about["flops"])
     return sorted(tasks.values(), key=lambda task: -task.weight * task.bytes)

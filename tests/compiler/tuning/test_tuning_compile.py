@@ -10,7 +10,7 @@ from few_functions import few_functions
 from mlc_amd.compiler.codegen.target import make_target
 from mlc_amd.compiler.gguf import GGUFModel, synthetic, write_gguf
 from mlc_amd.compiler.lowering import lower
-from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.compiler.pipeline import compile_model, divided
 from mlc_amd.compiler.tuning import database as databases
 from mlc_amd.compiler.tuning import tasks as tuning
 from mlc_amd.compiler.tuning.database import Checked, Database, Measured
@@ -140,3 +140,14 @@ def test_plans_of_all_kernels_can_be_built(arch, gguf):
         plans = space(task.workload, backend.archs[0]).plans
         for plan in source.sample(plans, 2):
             assert backend.build(task.workload, backend.archs[0], "k", plan).attrs["global_symbol"] == "k"
+
+
+def test_products_that_exchange_their_results_are_tuned_as_their_kernels_take_plans():
+    backend = make_target("vulkan", "nvidia")
+    with synthetic("llama3-8b:q4_0") as model, few_functions(("decode",)):
+        found = {task.name: task.workload for task in tuning.extract(divided(model, 2), backend, CONTEXT)}
+    exchanging = {name for name, op in found.items() if op.name == "linear" and op.args.get("norm_out")}
+    assert exchanging == {"linear_q4_0_4096x2048_m1", "linear_q4_0_4096x7168_m1"}
+    for name in exchanging:
+        (*_, plan) = space(found[name], backend.archs[0]).plans
+        assert backend.build(found[name], backend.archs[0], "k", plan).attrs["global_symbol"] == "k"
