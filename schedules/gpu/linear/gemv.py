@@ -92,9 +92,8 @@ def emit_segment(
     thread: tuple[Expr, ...], residual: Buffer | None = None, first_token: Expr = 0, factors: RowFactors | None = None,
 ) -> None:  # fmt: skip
     """Emits the code for a workgroup's rows of a segment. tokens(row): the activations for the group of rows from `row`
-    on.
-    thread: (number of the workgroup among those of the segment, lane, wave). first_token: number of the first token.
-    factors: of a norm to complete; for several tokens they must be computed already."""
+    on. thread: (number of the workgroup among those of the segment, lane, wave). first_token: number of the first
+    token. factors: of a norm to complete; for several tokens they must be computed already."""
     fmt, n, _, bias, Y = segment
     rows, count, (workgroup, lane, wave) = padded(n), split.plan.rows, thread
     first = T.Bind(workgroup * split.rows + _group(arch, lane, wave, split.lanes, split.plan.waves) * count)

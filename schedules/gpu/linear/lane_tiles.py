@@ -4,8 +4,7 @@ and the rule that chooses the tile of a kernel (`choose`).
 In a staged tile each subgroup of a workgroup has rows of its own and all columns: ROWS rows of two weights (gate and
 up), or twice as many of one weight. All subgroups read the same activations, which the workgroup stages in shared
 memory, one group of columns ahead. Weights are also loaded one group ahead. The loop's body has two groups, so that no
-register is
-copied: a copy would have to wait for the register's load.
+register is copied: a copy would have to wait for the register's load.
 
 The constants of the rule were measured on an H200, with the layers of models of 8 and 30 billion weights in four
 formats. With few tokens, kernels wait for weights: a workgroup has few rows, and its subgroups divide the columns, so
