@@ -1,7 +1,7 @@
-"""Relax functions of a model: `build_module` lets the architecture's decoder emit each of them.
+"""Builds all Relax functions of a model: `build_module` lets the architecture's decoder emit each of them.
 
-They return what runtime/artifact/io_names.py's OUTPUTS names: the logits and, unless they score, a token for each row
-of these and its log-probability; where something guesses tokens, what that takes, too.
+A function returns the io buffers OUTPUTS of runtime/artifact/io_names.py: the logits; unless it scores, also a token
+for each row of logits and its log-probability; and if the model has a draft, the inputs of the draft.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ from mlc_amd.compiler.models.vision.build import ImageSpec, build_encoders
 def build_module(
     model, target, functions: list[FunctionSpec], ctx: int, images: Sequence[ImageSpec] = ()
 ) -> tuple[tvm.IRModule, dict[str, list[tuple[str, str]]]]:
-    """The module with one Relax function each, and for each function the (kind, name) of its parameters (see
-    `Graph.parameters`). images: the functions of the model's image encoder."""
+    """(module with a Relax function for each of `functions` and `images`, {function: [(kind, name)] of its
+    parameters}); for kinds see `Graph.parameters`. images: the functions of the model's image encoder."""
     bb = relax.BlockBuilder()
     parameters = build_encoders(bb, model, target, images, ctx) if images else {}
     for spec in functions:
@@ -37,7 +37,7 @@ def build_module(
 
 
 def _results(g: Graph) -> list[relax.Var]:
-    """What the function returns."""
+    """The results of the function."""
     spec, config = g.spec, g.model.config
     if spec.keys:
         return draft_graphs.keys(g)

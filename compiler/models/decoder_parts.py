@@ -1,5 +1,5 @@
-"""What a few decoders have in their graph besides: absolute positions, limits of q, k and v, layer norms of heads,
-gates on attention's output."""
+"""Parts of graphs that only a few decoders have: absolute positions, limits of q, k and v, norms of heads, ALiBi, gates
+on attention's output."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from mlc_amd.compiler.models.graph import Graph
 
 OPS: Any = relax.op
-OAI_LIMIT, OAI_SLOPE = 7.0, 1.702  # of "swiglu_oai"
-GATES = {"sigmoid": OPS.sigmoid, "softplus": OPS.nn.softplus}  # of AttentionConfig.own_gate
+OAI_LIMIT, OAI_SLOPE = 7.0, 1.702  # constants of "swiglu_oai"
+GATES = {"sigmoid": OPS.sigmoid, "softplus": OPS.nn.softplus}  # {AttentionConfig.own_gate: function}
 
 
 def embedded(g: Graph, name: str, numbers) -> relax.Var:
-    """Rows of a table. numbers: int32 [m]."""
+    """Rows of the table `name`. numbers: of the rows, int32 [m]."""
     tensor = g.model.tensors[name]
     rows, k = tensor.shape
     return g.emit(Embed(fmt=tensor.format, vocab=rows, k=k, m=g.m), [numbers, g.weight(name)])
 
 
 def embedding(g: Graph, x) -> relax.Var:
-    """x, the rows of the embedding, normalized or plus the row of each one's position, as the model has it."""
+    """The rows of the embedding, x, with the model's variants: a norm, or the addition of rows for positions."""
     if name := g.config.embedding_norm:
         x = g.rms_norm(x, "") if name == BARE else g.norm(x, name)
     if not g.config.positions:
@@ -43,7 +43,7 @@ def embedding(g: Graph, x) -> relax.Var:
 
 
 def scaled_term(g: Graph, x, factor: float) -> relax.Var:
-    """x * factor, which is a term of a sum over GPUs where x is one."""
+    """x * factor. If x is a term of a sum over GPUs, so is the result."""
     return exchanges.terms_of(g, g.bb.emit(OPS.multiply(x, relax.const(factor, "float32"))), x)
 
 
@@ -52,7 +52,7 @@ def clamped(g: Graph, x, limit: float) -> relax.Var:
 
 
 def each_norm(g: Graph, x, name: str, a: AttentionConfig) -> relax.Var:
-    """The norm of each head, which has weights of its own."""
+    """The norm of each head, with weights for each head."""
     if a.each_norm == "layer":
         m, columns = shape_of(x)
         parts = g.bb.emit(OPS.reshape(x, (m, columns // a.head_dim, a.head_dim)))
@@ -62,7 +62,7 @@ def each_norm(g: Graph, x, name: str, a: AttentionConfig) -> relax.Var:
 
 
 def bare_norm(g: Graph, x, a: AttentionConfig | CompressedConfig, factors: str = "") -> relax.Var:
-    """RMS norm of each head without weights, times the head's factor. factors: a tensor, one for each head."""
+    """RMS norm of each head, without weights. factors: name of a tensor with a factor for each head, or ""."""
     m, columns = shape_of(x)
     parts = g.bb.emit(OPS.reshape(x, (m, columns // a.head_dim, a.head_dim)))
     y = g.bb.emit(OPS.nn.rms_norm(parts, g.ones(a.head_dim), -1, g.config.norm_eps))
@@ -72,16 +72,16 @@ def bare_norm(g: Graph, x, a: AttentionConfig | CompressedConfig, factors: str =
 
 
 def attended(g: Graph, q, k, v, layer: int, ids=None) -> relax.Var:
-    """`Graph.attention` of heads with the columns that they have in the cache, which may be more than their own."""
+    """`Graph.attention`, after padding heads to the number of columns that they have in the cache."""
     a = g.config.layers[layer].attention
     assert a, "a layer with attention"
     return _narrowed(g, g.attention(*_widened(g, q, k, v, layer), layer, ids), a)
 
 
 def _widened(g: Graph, q, k, v, layer: int) -> tuple[relax.Var, relax.Var, relax.Var]:
-    """q, k and v with as many columns a head as the cache has. With ALiBi those after a head's own have, of a key, its
-    position, and of a query what makes of it the bias: slope * position, which differs from -slope * distance by the
-    same for all keys."""
+    """q, k and v with as many columns per head as the cache has. With ALiBi, the additional columns of a key have its
+    position, and those of a query the slope, so that q . k contains slope * position. This differs from ALiBi's -slope
+    * distance by a constant for all keys, which the softmax removes."""
     a = g.config.layers[layer].attention
     assert a, "a layer with attention"
     if a.columns == a.head_dim and a.values == a.head_dim:
@@ -103,7 +103,8 @@ def _widened(g: Graph, q, k, v, layer: int) -> tuple[relax.Var, relax.Var, relax
 
 
 def _filled(g: Graph, x, heads: int, size: int, columns: int, after: Callable, *args) -> relax.Var:
-    """x with `columns` columns a head instead of `size`. after(row, head, column, *args): of those after the first."""
+    """x with `columns` columns per head instead of `size`. after(row, head, column, *args): values of the additional
+    columns."""
 
     def fill(x, *args):
         def element(row, at):
@@ -117,7 +118,7 @@ def _filled(g: Graph, x, heads: int, size: int, columns: int, after: Callable, *
 
 
 def _narrowed(g: Graph, y, a: AttentionConfig) -> relax.Var:
-    """The first columns of each head of attention's output, which are those of its value."""
+    """The first columns of each head of attention's output: as many as a value has."""
     if a.columns == a.values:
         return y
     parts = g.bb.emit(OPS.reshape(y, (g.m, a.heads, a.columns)))
@@ -126,7 +127,7 @@ def _narrowed(g: Graph, y, a: AttentionConfig) -> relax.Var:
 
 
 def activated(g: Graph, gate, up, act: str) -> tuple:
-    """The two factors before a block's last matrix."""
+    """The two factors whose product is the input of a block's last matrix."""
     kind, numbers = numbers_of(act)
     if act == "swiglu_oai":  # gpt-oss
         gate = g.bb.emit(OPS.minimum(gate, relax.const(OAI_LIMIT, "float32")))
@@ -145,7 +146,7 @@ def activated(g: Graph, gate, up, act: str) -> tuple:
 
 
 def normed_end(g: Graph, x, first: int, name: str) -> relax.Var:
-    """x with an RMS norm of the columns from `first` on, which has that weight."""
+    """x, where the columns from `first` on are normalized by an RMS norm. name: of its weight."""
     count = g.model.tensors[name].shape[0]
     end = g.bb.emit(OPS.nn.rms_norm(g.columns(x, first, count), g.vector(name, exact=True), -1, g.config.norm_eps))
     y = g.joined(g.columns(x, 0, first), end)
@@ -154,7 +155,7 @@ def normed_end(g: Graph, x, first: int, name: str) -> relax.Var:
 
 
 def gated(g: Graph, y, gate, a: AttentionConfig) -> relax.Var:
-    """Attention's output y times a function of gate, of the columns of each head or of its one column."""
+    """Attention's output y times a function of `gate`, which has the columns of y, or one column for each head."""
     m, columns = shape_of(y)
     if a.own_gate == "sigmoid" and not a.head_gate:
         return g.gate(y, gate, a.head_dim)

@@ -1,8 +1,8 @@
-"""Emits one Relax function of a decoder, op by op, and remembers what each parameter is.
+"""Emits one Relax function of a model, operator by operator.
 
-A model file calls the methods below in the order of its formula; nothing here knows an architecture. `parameters` says
-for each function parameter where the runtime finds it: ("io", "tokens"), ("weight", "output_norm.weight"), ("kv",
-"k.0").
+Modules such as transformer.py call the methods of `Graph` in the order of their formula; nothing here depends on an
+architecture. `parameters` says for each function parameter where the runtime finds it: ("io", "tokens"), ("weight",
+"output_norm.weight"), ("kv", "k.0").
 """
 
 import math
@@ -50,26 +50,26 @@ if TYPE_CHECKING:
 OPS: Any = relax.op  # TVM declares their arguments as expressions only
 ONES = "ones."  # prefix of the names of vectors of ones, before their length
 TEMPERATURES = "temperatures"  # name of the table of TemperatureConfig's factors
-BLOCK = 32  # columns: kernels of norms take whole blocks
+BLOCK = 32  # columns: kernels of norms need a multiple of it
 
 
 @dataclass
 class Graph:
-    """One function under construction, for sequences of up to `ctx` tokens."""
+    """A function under construction, for sequences of up to `ctx` tokens."""
 
     model: Model
-    target: "Target"  # layouts: planes(format, n, k), kv_types(config, ctx)
+    target: "Target"  # determines layouts: planes(format, n, k), kv_types(config, ctx)
     spec: FunctionSpec
     ctx: int
     bb: relax.BlockBuilder
-    parameters: dict[str, tuple] = field(default_factory=dict)  # name: (Var, kind)
-    terms: set[relax.Var] = field(default_factory=set)  # of sums over the GPUs that share the model
-    row_tables: dict[str, relax.Var] = field(default_factory=dict)  # of images.place
-    hidden: dict[int, relax.Var] = field(default_factory=dict)  # inputs of layers, once they are emitted
-    drafted: relax.Var | None = None  # of transformer.predictor
+    parameters: dict[str, tuple] = field(default_factory=dict)  # {name: (Var, kind)}
+    terms: set[relax.Var] = field(default_factory=set)  # terms of sums over the GPUs that share the model
+    row_tables: dict[str, relax.Var] = field(default_factory=dict)  # see images.place
+    hidden: dict[int, relax.Var] = field(default_factory=dict)  # {layer: its input}
+    drafted: relax.Var | None = None  # see transformer.predictor
     input: relax.Var | None = None  # the rows before the first layer
-    checkpoints: list[relax.Var] = field(default_factory=list)  # of CheckpointConfig, kept so far
-    chosen: relax.Var | None = None  # of indexers.selected, by the last layer that chose
+    checkpoints: list[relax.Var] = field(default_factory=list)  # see CheckpointConfig
+    chosen: relax.Var | None = None  # the keys chosen by the last layer with an indexer (indexers.selected)
 
     def __post_init__(self):
         config = self.model.config
@@ -92,13 +92,13 @@ class Graph:
         return name in self.model.tensors
 
     def vector(self, name: str, exact: bool = False) -> relax.Var:
-        """A norm's or a bias' float32 vector; those of several experts follow one another. The file pads it to a
-        multiple of 16; exact: its type has no padding."""
+        """A float32 vector of a norm or a bias; those of experts are concatenated. The artifact pads it to a multiple
+        of 16; exact: the variable's type has no padding."""
         size = math.prod(self.model.tensors[name].shape)
         return self.parameter(name, "weight", tensor_type((size if exact else padded(size),)))
 
     def ones(self, size: int) -> relax.Var:
-        """As vector."""
+        """A vector of ones, as `vector` returns it."""
         return self.parameter(f"{ONES}{size}", "weight", tensor_type((padded(size),)))
 
     def weight(self, name: str) -> relax.Var:
@@ -110,10 +110,10 @@ class Graph:
     def emit(self, op: Operator, args) -> relax.Var:
         return self.bb.emit(ops.call(op, [self.state, *(exchanges.whole(self, arg) for arg in args)]))
 
-    # ---- the decoder's vocabulary
+    # ---- operators of decoders
 
     def embed(self, name: str, scale: float = 1.0, features: relax.Var | None = None) -> relax.Var:
-        """features: take the place of negative tokens' rows, which are those of token 0 otherwise."""
+        """The embedding's rows. features: rows for negative tokens, which otherwise get the row of token 0."""
         tensor = self.model.tensors[name]
         vocab, k = tensor.shape
         given = [] if features is None else [features]
@@ -122,8 +122,8 @@ class Graph:
         return self.emit(op, [self.tokens, *given, self.weight(name)])
 
     def norm(self, x, name: str, rows: str = "all", eps: float = 0.0) -> relax.Var:
-        """The model's kind of norm, with a bias if the file has one. name: without ".weight", which some files lack.
-        eps: of an RMS norm, 0: the model's."""
+        """A norm of the model's kind, with a bias if the file has one. name: of the weight, without ".weight". eps: of
+        an RMS norm, 0 for the model's."""
         bias = name + ".bias" if self.has(name + ".bias") else ""
         if self.config.norm == "rms":
             weight = name + ".weight" if self.has(name + ".weight") else name
@@ -135,11 +135,11 @@ class Graph:
         return self.emit(op, [x, weight, *([self.vector(bias)] if bias else [])])
 
     def kept(self, layer: int) -> relax.Var:
-        """The rows of the decoder's last step, as they entered that layer; the number of layers: left the last one."""
+        """The inputs of a layer in the decoder's last step; the number of layers: the output of the last one."""
         return self.parameter(f"{HIDDEN}{layer}", "kv", tensor_type((self.m, self.model.config.hidden)))
 
     def gathered(self, name: str, columns: int) -> relax.Var:
-        """Of each row the row `sources` of a kept tensor."""
+        """For each row, the row of a kept tensor with the number in `sources`."""
         rows = max(spec.m for spec in self.target.functions(self.ctx))
         kept = self.parameter(name, "kv", tensor_type((rows, columns)))
         sources = self.parameter("sources", "io", tensor_type((self.m,), "int32"))
@@ -153,12 +153,12 @@ class Graph:
         return self.bb.emit_te(gather, sources, kept, primfunc_name_hint="gather_rows")
 
     def joined(self, x, *others) -> relax.Var:
-        """The columns of x, then those of the others."""
+        """The concatenation of the columns of x and of the others."""
         return self.bb.emit(OPS.concat([x, *others], axis=1)) if others else x
 
     def answers(self, x, *names: str) -> relax.Var:
-        """The last norm, which keeps the rows whose logits the function returns: what follows computes no others. Of
-        several names each is that of an equal part of the columns."""
+        """The last norm, which keeps only the rows whose logits the function returns. names: of the weights; with
+        several, the columns are divided equally between them."""
         n = shape_of(x)[1] // len(names)
         parts = [self.norm(self.columns(x, i * n, n), name, rows=self.spec.answers) for i, name in enumerate(names)]
         y = self.joined(*parts)
@@ -167,7 +167,7 @@ class Graph:
         return y
 
     def sample(self, logits) -> tuple[relax.Var, relax.Var]:
-        """(a token for each row of logits, its log-probability), as the buffers of runtime/sampling/layout.py say."""
+        """(a token for each row of logits, its log-probability), by the buffers of runtime/sampling/layout.py."""
         n, columns = shape_of(logits)
         shapes = row_shapes(n, columns)
         buffers = [self.parameter(name, "io", tensor_type(shape, "int32")) for name, shape in shapes.items()]
@@ -176,7 +176,7 @@ class Graph:
         return ids, probabilities
 
     def rms_norm(self, x, name: str, rows: str = "all", eps: float = 0.0) -> relax.Var:
-        """name: of the weight; "": there is none."""
+        """An RMS norm. name: of the weight, "" for none."""
         m, k = shape_of(x)
         if k % BLOCK and rows == "all":
             return self.grouped_rms_norm(x, name, 1, k)
@@ -184,8 +184,8 @@ class Graph:
         return self.emit(op, [x, self.vector(name) if name else self.ones(k)])
 
     def linear(self, x, name: str, exact: bool = False, scaled_bias: bool = False) -> relax.Var:
-        """x W^T, times the scale and plus the bias that stand beside the weight in the file. exact: of a router, which
-        has no scale: x stays float32, where the weight's format allows it. scaled_bias: the scale is that of the bias,
+        """x W^T, times the weight's scale and plus its bias, if the file has them. exact: for routers, which have no
+        scale: x stays float32 if the weight's format allows it. scaled_bias: whether the scale applies to the bias,
         too."""
         tensor, base = self.model.tensors[name], name.removesuffix("weight")
         biases = [self.vector(base + "bias", exact=True)] if self.has(base + "bias") else []
@@ -205,7 +205,7 @@ class Graph:
         return exchanges.term(self, y, name)
 
     def head_linear(self, x, name: str) -> relax.Var:
-        """x W^T with a matrix of a stack for each head: x [m, heads * k] to [m, heads * n]."""
+        """x W^T with a matrix for each head, from a stack: x [m, heads * k] to [m, heads * n]."""
         tensor, m = self.model.tensors[name], shape_of(x)[0]
         heads, n, k = tensor.shape
         op = HeadLinear(fmt=tensor.format, heads=heads, n=n, k=k, m=m, layout="")
@@ -228,31 +228,31 @@ class Graph:
         return self.scaled(self.bb.emit(relax.op.tanh(self.scaled(x, 1 / cap))), cap)
 
     def gate(self, x, z, size: int, silu: bool = False, norm: str = "") -> relax.Var:
-        """y * sigmoid(z) or y * silu(z), y = x or its RMS norm over each `size` columns. norm: name of its weight. z
-        may have columns of padding."""
+        """y * sigmoid(z), or y * silu(z). y is x, or if `norm` names a weight, its RMS norm over each `size` columns. z
+        may have additional columns of padding."""
         m, k = shape_of(x)
         g, z = [self.vector(norm)] if norm else [], self.columns(z, 0, k)
         op = Gate(k=k, m=m, size=size, eps=self.config.norm_eps if norm else None, silu=silu, layout="")
         return self.emit(op, [x, z, *g])
 
     def columns(self, x, first: int, count: int) -> relax.Var:
-        """Columns first .. of x."""
+        """Columns first .. first+count-1 of x."""
         if first == 0 and count == shape_of(x)[1]:
             return x
         return self.bb.emit(OPS.strided_slice(x, [1], [first], [first + count]))
 
     def number(self, name: str) -> relax.Var:
-        """The one number of a tensor, float32 [1]."""
+        """A tensor of one number, float32 [1]."""
         return self.bb.emit(OPS.strided_slice(self.vector(name), [0], [0], [1]))
 
     def grouped_rms_norm(self, x, name: str, groups: int, size: int) -> relax.Var:
-        """RMS norm of each of `groups` parts of a row, `size` columns with the same weight."""
+        """RMS norm of each of `groups` parts of a row, of `size` columns, all with the same weight."""
         parts = self.bb.emit(OPS.reshape(x, (self.m, groups, size)))
         normed = self.bb.emit(OPS.nn.rms_norm(parts, self.vector(name), -1, self.config.norm_eps))
         return self.bb.emit(OPS.reshape(normed, (self.m, groups * size)))
 
     def group_norm(self, x, name: str, groups: int, eps: float) -> relax.Var:
-        """RMS norm of each of `groups` equal parts of a row, of which each has weights of its own."""
+        """RMS norm of each of `groups` equal parts of a row, each with weights of its own."""
         m, columns = shape_of(x)
         if groups == 1 and columns % BLOCK == 0:
             return self.emit(RmsNorm(k=columns, m=m, eps=eps, rows="all", layout=""), [x, self.vector(name)])
@@ -262,12 +262,12 @@ class Graph:
         return self.multiply(self.bb.emit(OPS.reshape(normed, (m, columns))), self.vector(name, exact=True))
 
     def times_sigmoid(self, x, logit) -> relax.Var:
-        """x * sigmoid(column 0 of logit), row by row."""
+        """Each row of x times sigmoid(column 0 of the row of logit)."""
         factor = self.bb.emit(relax.op.sigmoid(self.columns(logit, 0, 1)))
         return exchanges.terms_of(self, self.bb.emit(relax.op.multiply(x, factor)), x)
 
     def scaled_by_position(self, x, table: str) -> relax.Var:
-        """x times the entry of its position in a table float32 [ctx, 1]."""
+        """Each row of x times the entry for its position in a table, float32 [ctx, 1]."""
 
         def times_factor(rows, x, factors):
             def element(row, column):
@@ -280,8 +280,8 @@ class Graph:
         return self.bb.emit_te(times_factor, *arguments, primfunc_name_hint="scale_by_position")
 
     def attention(self, q, k, v, layer: int, ids=None) -> relax.Var:
-        """Head norms, RoPE, KV write and causal attention, as the layer's AttentionConfig describes them. ids: of
-        `indexers.selected_blocks`."""
+        """Head norms, RoPE, cache write and causal attention, as in the layer's AttentionConfig. ids: the chosen
+        blocks, from `indexers.selected_blocks`; None for all keys."""
         if self.config.encoder:
             return packed.attention(self, q, k, v, layer)
         a = self.config.layers[layer].attention
@@ -302,13 +302,13 @@ class Graph:
         return [self.vector(f"blk.{layer}.attn_sinks.weight", exact=True)] if a.sinks else []
 
     def write_keys(self, k, v, layer: int) -> list[relax.Var]:
-        """Writes keys and values of a layer, as `attention` does, and returns its cache."""
+        """Writes keys and values of a layer to its cache, as `attention` does. Returns the cache."""
         a = self.config.layers[layer].attention
         assert a, "a layer with attention"
         return self._rotated(replace(a, heads=a.kv_heads), k, k, v, layer)[1]
 
     def _rotated(self, a: AttentionConfig, q, k, v, layer: int) -> tuple[relax.Var, list[relax.Var]]:
-        """Rotated queries, and the cache with the rows' keys."""
+        """(rotated queries, the cache with the keys and values of the rows)."""
         rope, block = self.config.ropes.get(a.rope), f"blk.{layer}."
         table = [self.row_tables.get(a.rope, self.parameters[f"{a.rope}.table"][0])] if rope else []
         layer_of = self.target.layer(a, self.ctx)
@@ -326,16 +326,16 @@ class Graph:
         )  # fmt: skip
         op = RopeKvWrite(layer=layer_of, rope=rotation, m=self.m, query_dtype=self.target.query_dtype)
         rotated = self.emit(op, sources)
-        # Another layer's cache is written when its output, which this layer's input depends on, is computed.
+        # Another layer's cache is written already: this layer's input depends on that layer's output.
         if writes:
             q, *cache = (self.bb.emit(relax.TupleGetItem(rotated, i)) for i in range(1 + len(cache)))
             return q, cache
         return rotated, cache
 
     def latent_attention(self, latent, rotating, key, layer: int, ids=None) -> relax.Var:
-        """Norm of the latent, RoPE, KV write and causal attention of a layer with a LatentConfig. latent: the queries'
-        columns for the latent; rotating: those to rotate; key: the latent before its norm, and the columns to rotate.
-        These are taken as they are where the layer has no rotation. ids: the keys that rows see, None: all."""
+        """Norm of the latent, RoPE, cache write and causal attention of a layer with a LatentConfig. latent: the
+        queries' columns for the latent. rotating: their columns to rotate. key: the latent before its norm, and the
+        columns to rotate. (Without RoPE these are not rotated.) ids: the chosen keys of rows, None for all."""
         a = self.config.layers[layer].attention
         assert a, "a layer with attention"
         rope, layer_of = self.config.ropes.get(a.rope), self.target.layer(a, self.ctx)
@@ -354,7 +354,7 @@ class Graph:
         return self._attended(a, q, cache, sinks)
 
     def _attended(self, a: AttentionConfig, q, cache, sinks) -> relax.Var:
-        """Attention of rotated queries with the cache, which has the rows' own keys."""
+        """Attention of rotated queries with the cache, which must have the rows' own keys."""
         source = a if a.kv_layer is None else self.config.layers[a.kv_layer].attention
         assert source, "a layer with attention"
         pages = self.pages(self.target.layer(source, self.ctx).span)
@@ -371,11 +371,11 @@ class Graph:
         return self.emit(back, [found])
 
     def pages(self, span: int) -> relax.Var:
-        """The page tables of the layers whose rows see up to `span` keys (0: all)."""
+        """The page tables of the layers whose rows attend to up to `span` keys (0: all)."""
         return self.parameter(page_table(span), "io", tensor_type((SLOTS, self.ctx // PAGE), "int32"))
 
     def head_norm(self, block: str, which: str, a: AttentionConfig) -> relax.Var:
-        """The weight of the norm over a head of q or k; ones for a norm without weights."""
+        """The weight of the norm over a head of q or k (which); ones for a norm without weights."""
         if a.norm_weights:
             return self.vector(f"{block}attn_{which}_norm.weight")
         return self.ones(a.head_dim)
@@ -383,17 +383,17 @@ class Graph:
     # ---- mixers that keep a state
 
     def run(self, op: Mixer, x: list, layer: int, state: str) -> relax.Var:
-        """An operator over the rows of each sequence, which changes this state of the layer in place."""
+        """An operator over the rows of each sequence that changes the layer's state `state` in place."""
         kept = self.parameters[f"{state}.{layer}"][0]
         return self.bb.emit(relax.TupleGetItem(self.emit(op, [self.rows, self.cells, *x, kept]), 0))
 
     @property
     def cells(self) -> relax.Var:
-        """The cells of each slot: where its state is, and where it goes."""
+        """The cells of each slot: from which its state is read, and to which it is written."""
         return self.parameter(page_table(STATE), "io", tensor_type((SLOTS, COLUMNS), "int32"))
 
 
 def table_columns(config: ModelConfig) -> dict[str, int]:
-    """Columns of the tables with a row for each position, by name: RoPE's angles and attention's temperatures."""
+    """{name: columns} of the tables with a row for each position: RoPE's angles and attention's temperatures."""
     tables = {f"{name}.table": rope.dim for name, rope in config.ropes.items()}
     return tables | ({TEMPERATURES: 1} if any(a.temperature for a in attentions(config)) else {})

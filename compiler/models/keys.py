@@ -1,7 +1,7 @@
 """Typed access to the metadata of a GGUF file.
 
-In: metadata as plain Python values, names of tensors. Out: `Keys`; a `UserError` names the key of what is missing,
-impossible or of another type.
+In: metadata as plain Python values, names of tensors. Out: `Keys`. A value that is missing, impossible or of another
+type raises a `UserError` with the name of its key.
 """
 
 import math
@@ -12,29 +12,30 @@ from mlc_amd.runtime.errors import UserError, shorten
 
 
 class Keys:
-    """Typed access to a file's metadata and to the names of its tensors. `prefix` (the architecture) goes in front of
-    every key except `general.*`. A value that is missing, of another type or impossible is a `UserError` of one line
-    with the file's path in front.
+    """Typed access to the metadata of a file, and to the names of its tensors. prefix: the architecture, which is put
+    in front of every key except `general.*`. A value that is missing, impossible or of another type raises a UserError
+    of one line, with the file's path in front.
 
-    Many keys have one value, or a list with one for each layer: keys of a layer (`at`) return that layer's; those of
-    the file return the one value that all layers have."""
+    A key may have one value, or a list with a value for each layer. The `Keys` of a layer (`at`) return the value of
+    this layer; the `Keys` of the file return the value if it is the same for all layers."""
 
     def __init__(
         self, metadata: dict[str, object], tensors: Collection[str], path: str, prefix: str = "", pooling: str = ""
     ):
-        """tensors: names, or shapes by name. pooling: the caller's, in place of the file's."""
+        """tensors: names, or {name: shape}. pooling: instead of the file's; "" for the file's."""
         self.metadata, self.tensors, self.path, self.prefix = metadata, tensors, path, prefix
         self.pooling = pooling
         self.layer: int | None = None
 
     def at(self, layer: int) -> "Keys":
-        """The keys of a layer."""
+        """The `Keys` of a layer."""
         found = copy(self)
         found.layer = layer
         return found
 
     def owns(self, name: str) -> bool:
-        """Whether the layer, of keys of the file the first one, has a tensor of that name."""
+        """Whether the layer has a tensor of this name (within the layer). The `Keys` of the file ask the first
+        layer."""
         return f"blk.{self.layer or 0}.{name}" in self.tensors
 
     def full(self, key: str) -> str:
@@ -45,7 +46,7 @@ class Keys:
         return self.full(key) in self.metadata
 
     def rows(self, name: str) -> int:
-        """Rows of a matrix, where the shapes of tensors are known; else 0."""
+        """The number of rows of a matrix; 0 if the shapes of tensors are not known."""
         shapes = self.tensors if isinstance(self.tensors, Mapping) else {}
         return shapes.get(name, (0,))[0]
 
@@ -59,7 +60,7 @@ class Keys:
         return value
 
     def _one(self, key: str, default: object) -> object:
-        """One value, of a list that of the layer."""
+        """The value of a key; if it is a list, the value of the layer."""
         value = self._get(key, default)
         if not isinstance(value, list) or not value:
             return value
@@ -88,11 +89,11 @@ class Keys:
         return value
 
     def integer(self, key: str, default: int | None = None, minimum: int = 1, maximum: int = (1 << 31) - 1) -> int:
-        """One integer."""
+        """An integer. Raises UserError unless minimum <= value <= maximum."""
         return self._checked(key, self._one(key, default), minimum, maximum)
 
     def integers(self, key: str, layers: int, default: int | None = None, minimum: int = 1) -> list[int]:
-        """One integer per layer: the list in the file, or its one number for every layer."""
+        """One integer for each layer: the list in the file, or its one number for all layers."""
         value = self._get(key, default)
         if not isinstance(value, list):
             return [self._checked(key, value, minimum)] * layers
@@ -107,7 +108,7 @@ class Keys:
         return value
 
     def flags(self, key: str, layers: int) -> list[bool]:
-        """One flag per layer: the list in the file, of flags or of 0 and 1."""
+        """One flag for each layer. The list in the file may have flags, or 0 and 1."""
         value = self._get(key, None)
         if not isinstance(value, list) or len(value) != layers or not all(flag in (0, 1) for flag in value):
             raise self._wrong(key, value, f"a list of {layers} flags")

@@ -1,4 +1,4 @@
-"""What the compiler takes of a model, wherever it comes from."""
+"""The interface of models for the compiler, wherever they come from."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -7,11 +7,12 @@ from mlc_amd.compiler.models.config import ModelConfig
 
 
 class Model(Protocol):
-    """A model as GGUFModel, synthetic ones and ShardedModel have it: tensors by name, of which a graph reads shape,
-    rows and format. gpus: that share it by tensor; sums: names of the matrices of which each GPU has some columns, so
-    that products are terms of a sum; joins: of those of which each has some rows, and all need whole products.
-    features: columns of what an image's encoder makes of a row: the row of the embedding, then what is added to it
-    after layer 0, after layer 1 .. (deepstack); 0: there is no encoder."""
+    """A model: GGUFModel, a synthetic model or ShardedModel. Graphs read the shapes, rows and formats of its tensors.
+
+    gpus: number of GPUs that share the model by tensor. sums: names of the matrices of which each GPU has some columns;
+    the products are terms of a sum over GPUs. joins: names of the matrices of which each GPU has some rows, but whose
+    whole products all GPUs need. features: columns that the image encoder computes for a row: the row of the embedding,
+    then rows that are added after layer 0, layer 1, .. (deepstack); 0 without an encoder."""
 
     @property
     def config(self) -> ModelConfig: ...

@@ -23,15 +23,16 @@ from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.tensors import INPUT_SCALE, SCALE, Shape
 from mlc_amd.runtime.errors import shorten
 
-MOST_USED = "gemma3", "gpt-oss", "llama", "qwen3", "qwen35"  # for the message about others
+MOST_USED = "gemma3", "gpt-oss", "llama", "qwen3", "qwen35"  # examples in the message for an unknown architecture
 FILES = "mlc_amd.compiler.models.architectures"
 Reader = Callable[[Keys], ModelConfig]
 Registered = TypeVar("Registered")
 Tensors = Callable[[ModelConfig], Iterator[tuple[str, Shape]]]
 
 
-# Matrices whose products llama.cpp multiplies by the scale beside them, <name>.scale, by kind of layer or block: of
-# attention in all architectures, the others in those that say so; elsewhere it reads it and does not use it.
+# {kind of layer or block: its matrices whose products llama.cpp multiplies by the tensor <name>.scale}. "attention"
+# counts in all architectures, the other kinds only in architectures that name them. Elsewhere llama.cpp reads scales,
+# but does not use them.
 SCALES = {
     "attention": ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output"),
     "latent": ("attn_output",),
@@ -44,9 +45,10 @@ SCALES = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """read: metadata to the model's configuration, checked. tensors: (name, shape) of every tensor that a model of a
-    configuration has, in file order. decoder: emits it through a Graph, and returns the logits. scales: those of SCALES
-    that count. ignored: further tensors, of the model or of layers, that llama.cpp reads and does not use."""
+    """A registered architecture. read: makes the model's configuration from metadata, and checks it. tensors: yields
+    (name, shape) of every tensor of a model with a configuration, in the order of the file. decoder: emits the decoder
+    through a Graph, and returns the logits. scales: the kinds of SCALES that count. ignored: other tensors, of the
+    model or of layers, that llama.cpp reads and does not use."""
 
     read: Reader
     tensors: Tensors
@@ -55,7 +57,7 @@ class Architecture:
     ignored: tuple[str, ...]
 
     def unread(self, keys: Keys, config: ModelConfig) -> tuple[str, ...]:
-        """The tensors of the file that llama.cpp reads and does not use: heads for other uses of the model, scales of
+        """The names of the file's tensors that llama.cpp reads and does not use: heads for other tasks, scales of
         inputs, scales that do not count, factors of a RoPE that no layer has."""
         factors = {name for rope in config.ropes.values() for name in (rope.factors, rope.long_factors)}
         known = {f"{name}.{SCALE}" for names in SCALES.values() for name in names}
@@ -89,8 +91,8 @@ def architecture(
     tensors: Tensors = common.tensors,
     decoder=transformer.decoder,
 ) -> Callable[[Reader], Reader]:
-    """Registers an architecture by the function that reads its metadata. scales: of SCALES, besides attention's.
-    ignored: as Architecture has it."""
+    """A decorator that registers an architecture by the function that reads its metadata. scales: kinds of SCALES that
+    count, besides "attention". ignored: see Architecture."""
 
     def register(read: Reader) -> Reader:
         _registered[name] = Architecture(read, tensors, decoder, scales, ignored)
@@ -100,7 +102,7 @@ def architecture(
 
 
 def all_of(package: str, registered: Mapping[str, Registered]) -> dict[str, Registered]:
-    """What the modules of a package register there, by name."""
+    """Imports all modules of a package, and returns what they have registered."""
     for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
         importlib.import_module(module.name)
     return dict(sorted(registered.items()))
@@ -114,9 +116,10 @@ def architectures() -> Mapping[str, Architecture]:
 def read_config(
     metadata: dict[str, object], tensor_names: Collection[str], path: str, pooling: str = ""
 ) -> ModelConfig:
-    """The configuration of a model with that metadata and those tensors. pooling: how an encoder makes a vector of a
-    text, instead of how the file says; any makes a decoder one. UserError (with `path` in front) for a missing,
-    mistyped or impossible value and for what is not supported. `gguf.reader` compares it with the tensors' shapes."""
+    """The configuration of a model with this metadata and these tensors. pooling: how an embedding model makes a vector
+    of a text, instead of what the file says; "" for the file's. A decoder with a pooling becomes an embedding model.
+    Raises UserError (with `path` in front) for a missing, mistyped, impossible or unsupported value. The caller,
+    `gguf.reader`, compares the configuration with the shapes of tensors."""
     keys = Keys(metadata, tensor_names, path, pooling=pooling)
     name = keys.string("general.architecture")
     if name not in architectures():
@@ -139,5 +142,5 @@ def read_config(
 
 
 def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    """(name, shape) of every tensor that a model of that configuration has, in file order."""
+    """(name, shape) of every tensor of a model with this configuration, in the order of the file."""
     return architectures()[config.architecture].tensors(config)

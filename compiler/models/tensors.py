@@ -1,6 +1,7 @@
-"""The tensors of a decoder, as its `ModelConfig` has them: those in the file, and the parts of merged ones.
+"""The tensors of a decoder. In: its `ModelConfig`. Out: names and shapes of the tensors in the file, and of the parts
+into which merged tensors are divided.
 
-Shapes are (columns,), (rows, columns) or (experts, rows, columns), rows = outputs. Names are llama.cpp's
+Shapes are (columns,), (rows, columns) or (experts, rows, columns), where rows are outputs. Names are those of llama.cpp
 (src/llama-arch.cpp).
 """
 
@@ -27,7 +28,7 @@ from mlc_amd.compiler.models.residuals.config import ATTENTION, FEED_FORWARD, Ga
 
 
 def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    """(name, shape) of every tensor of the file."""
+    """(name, shape) of every tensor of the file, in order."""
     c = config
     yield "token_embd.weight", (c.vocab, c.hidden)
     for name, dim in {
@@ -55,7 +56,7 @@ def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
 
 
 def layer_tensors(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str, Shape]]:
-    """(name within the layer, shape)."""
+    """(name within the layer, shape) of every tensor of a layer."""
     yield from _norms(config, layer.mixer_norms, "before")
     for mixer in layer.mixers:
         yield from _present(_MIXERS[type(mixer)](config.hidden, mixer))
@@ -79,8 +80,9 @@ def layer_tensors(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str
 
 
 def optional(name: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
-    """(name, shape) of what may stand beside a tensor of the file: a bias of a norm or a matrix, a factor on the
-    product of a matrix (of each expert), and one that says how its input was rounded, which nothing reads."""
+    """(name, shape) of the tensors that a file may have for another tensor: the bias of a norm or a matrix, the scale
+    of a matrix' product (for experts one for each), and the scale with which its input was rounded, which nothing
+    reads."""
     if not name.endswith(".weight") or name.endswith(UNBIASED):
         return
     base = name.removesuffix("weight")
@@ -95,12 +97,13 @@ def optional(name: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
 
 
 def factor_names(block: str) -> tuple[str, str]:
-    """The names of the factors of each expert's input and output (compiler/gguf/parts.py), in a layer "blk.0."."""
+    """The names of the factors on each expert's input and output (compiler/gguf/parts.py). block: the layer,
+    "blk.0."."""
     return f"{block}ffn_exps.input_{SCALE}", f"{block}ffn_exps.output_{SCALE}"
 
 
 def expert_tensors(hidden: int, experts: ExpertsConfig) -> Iterator[tuple[str, Shape]]:
-    """(name within the layer, shape) of a mixture of experts."""
+    """(name within the layer, shape) of the tensors of a mixture of experts."""
     return _present(_experts(hidden, experts))
 
 
@@ -226,17 +229,17 @@ def _experts(hidden: int, e: ExpertsConfig) -> Listed:
         yield True, f"ffn_down{s.suffix}.weight", (hidden, s.size)
 
 
-EXPERT_TABLE = "ffn_gate_tid2eid.weight"  # of ExpertsConfig.table: numbers, as float32
-# How the names of matrices end that are no factors of products: taps of convolutions, vectors of Mamba-2
+EXPERT_TABLE = "ffn_gate_tid2eid.weight"  # see ExpertsConfig.table: numbers of experts, as float32
+# Ends of the names of matrices that are not multiplied: taps of convolutions, vectors of Mamba-2
 CONVOLUTIONS = ("conv.weight", "conv1d.weight", *(f"conv1d_{which}.weight" for which in "qkv"))
-SCALE, INPUT_SCALE = "scale", "input_scale"  # in place of "weight"
-# How the names end of what has neither biases nor scales: tables, matrices of a head each, tensors of states
+SCALE, INPUT_SCALE = "scale", "input_scale"  # ends of names, instead of "weight"
+# Ends of the names of tensors with neither biases nor scales: tables, matrices of a single head, tensors of states
 UNBIASED = (
     "embd.weight", "attn_k_b.weight", "attn_v_b.weight", "attn_kv_b.weight", "ssm_norm.weight", EXPERT_TABLE,
     "attn_output_a.weight", "ape.weight", *CONVOLUTIONS,
 )  # fmt: skip
 STATE_SPACE = ("ssm_a", "ssm_d", "ssm_norm.weight")
-HEAD_NORMS = "attn_q_norm.weight", "attn_k_norm.weight"  # that may have a row for each head
+HEAD_NORMS = "attn_q_norm.weight", "attn_k_norm.weight"  # these may have a row for each head
 STREAM_NORMS = (
     *(f"{name}_norm.weight" for name in ("hc", "hc_attn", "hc_ffn")),
     *(f"norm_{of}.weight" for of in NGRAM_NORMS),
@@ -244,12 +247,13 @@ STREAM_NORMS = (
 
 
 def is_vector(name: str, shape: Shape) -> bool:
-    """Whether a tensor is kept as float32, as it stands in the file: norms, biases, convolutions."""
+    """Whether the artifact has the tensor as float32, unchanged: norms, biases, convolutions."""
     return len(shape) == 1 or name.endswith((".bias", *CONVOLUTIONS, *STATE_SPACE, *HEAD_NORMS, *STREAM_NORMS))
 
 
 def _stream_parts(hidden: int, s: Streams | None, name: str) -> Iterator[Part]:
-    """With zeros where what is between two matrices is no whole number of blocks."""
+    """The parts for residual streams, padded with zeros if the columns between two matrices are not a multiple of a
+    block."""
     if isinstance(s, GatedConfig) and s.rank % BLOCK:
         filled, columns = -(-s.rank // BLOCK) * BLOCK, s.count * hidden
         down, up = f"{name}_down.weight", f"{name}_up.weight"
@@ -316,8 +320,8 @@ def _block_parts(hidden: int, f: FeedForwardConfig | ExpertsConfig | None) -> It
 
 
 def _parts_of(f, stack: Shape, columns: int, name: str, merged: str = "") -> Iterator[Part]:
-    """Of a block's matrices, of which the stack has several: the halves of a merged one, and all with rows or columns
-    of zeros where kernels, which take blocks of them, would not find whole ones."""
+    """The parts of the matrices of a block (stack: the leading dimensions of experts): the halves of a merged matrix;
+    and all matrices padded with rows or columns of zeros to a multiple of the block that kernels need."""
     filled, halves = -(-f.size // BLOCK) * BLOCK, merged if getattr(f, "merged", False) else ""
     if filled == f.size and not halves:
         return

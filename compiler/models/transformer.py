@@ -1,14 +1,14 @@
-"""The graph of decoders: layers of a mixer (attention or one that keeps a state) and a feed-forward block, dense or a
-mixture of experts.
+"""The graph of decoders. A layer has a mixer (attention, or a mixer that keeps a state) and a feed-forward block, which
+is dense or a mixture of experts:
 
     x = embedding, or an image's row of features
     x = x + norm(mixer(h))                                           h = norm(x)     each norm where the layer has one
     x = x + norm(W_down (act(W_gate h) * W_up h))                    h = norm(x)
     logits = W_out norm(x)
 
-    attention = W_o attention(rope(W_q h), rope(W_k h), W_v h); the other mixers are those of recurrent.py
+    attention = W_o attention(rope(W_q h), rope(W_k h), W_v h); recurrent.py has the other mixers
 
-Everything follows the `ModelConfig` that an architecture's function makes.
+All functions take the variants of an architecture from its `ModelConfig`. They emit operators through a `Graph`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ OPS: Any = relax.op
 
 
 def decoder(g: Graph):
-    """The whole model: logits of the rows that the function answers."""
+    """Emits the whole model. Returns the logits of the rows whose logits the function computes."""
     g.input = decoder_parts.embedding(g, images.inputs(g))
     return logits(g, layers(g, streams.opened(g, g.input)))
 
 
 def layers(g: Graph, x):
-    """All layers but those that predict."""
+    """Emits all layers except those that guess tokens."""
     for i, layer in enumerate(g.config.decoder_layers):
         g.hidden[i] = x
         x = ngrams.added(g, x, i)
@@ -68,13 +68,14 @@ def decoder_layer(g: Graph, x, i: int, layer: LayerConfig):
 
 
 def router_of(g: Graph, h, i: int):
-    """The logits that choose experts."""
+    """The router's logits."""
     return g.linear(h, f"blk.{i}.ffn_gate_inp.weight", exact=True)
 
 
 def residual_block(g: Graph, x, i: int, which: str, norms: Norms, block):
-    """x + after(block(before(x))) of layer i, and norms of that sum; `norms` names the weights, "" stands for no norm.
-    block: returns terms, whose sum is its result; which: of its layer. Of other streams norms has `before` only."""
+    """Emits x + after(block(before(x))) for a block of layer i, and the norms of the sum. norms: the names of weights.
+    block(h): emits the block, and returns terms, whose sum is its result. which: the name of the block in its layer.
+    With residual streams, `norms` has only `before`."""
     if g.config.streams:
 
         def result(h):
@@ -95,8 +96,9 @@ def residual_block(g: Graph, x, i: int, which: str, norms: Norms, block):
 
 
 def add_all(g: Graph, x, terms: list):
-    """x plus all terms, one after the other: each addition can become part of the product that makes the term. Terms of
-    a sum over several GPUs are added to one another first, as every sum is an exchange."""
+    """x plus all terms, added one after the other, so that each addition can be fused with the product that computes
+    the term. Terms of a sum over several GPUs are first added to one another, because each such sum needs an
+    exchange."""
     partial = [term for term in terms if term in g.terms]
     if x not in g.terms and len(partial) > 1:
         terms = [term for term in terms if term not in g.terms] + [add_all(g, partial[0], partial[1:])]
@@ -139,7 +141,7 @@ def attention(g: Graph, h, i: int) -> list:
 
 
 def latent_attention(g: Graph, h, i: int, latent: LatentConfig) -> list:
-    """Attention of keys and values that are one compressed vector a token: `LatentConfig` has the formula."""
+    """Latent attention: keys and values are one compressed vector for each token. `LatentConfig` has the formula."""
     block, x, a = f"blk.{i}.", h, g.config.layers[i].attention
     assert a, "a layer with attention"
     if latent.query_rank:
@@ -172,8 +174,8 @@ def feed_forward(g: Graph, h, i: int, router=None) -> list:
 
 
 def dense(g: Graph, h, name: str, act: str, gated: bool = True, divisor: str = ""):
-    """A dense feed-forward block. name: of its matrices, with {} for gate, up and down. divisor: of the columns before
-    down."""
+    """A dense feed-forward block. name: of its matrices, with {} in the place of gate, up and down. divisor: name of a
+    tensor by which the columns before down are divided."""
     up = g.linear(h, name.format("up") + ".weight", scaled_bias=True)
     if gated:
         gate = g.linear(h, name.format("gate") + ".weight", scaled_bias=True)
@@ -186,7 +188,8 @@ def dense(g: Graph, h, name: str, act: str, gated: bool = True, divisor: str = "
 
 
 def mixture(g: Graph, h, i: int, e: ExpertsConfig, router=None) -> list:
-    """The chosen experts of each row, and the shared expert. router: the logits that choose, by default those of h."""
+    """The terms of the chosen experts of each row, and of the shared expert. router: the router's logits, by default
+    computed from h."""
     block = f"blk.{i}."
     terms = []
     if e.shared:
@@ -211,13 +214,13 @@ def mixture(g: Graph, h, i: int, e: ExpertsConfig, router=None) -> list:
 
 
 def logits(g: Graph, x):
-    """The embedding is the output matrix where the file has no output.weight (tied)."""
+    """The logits of the decoder. If the file has no output.weight (tied), the embedding is the output matrix."""
     c = g.config
     return head(g, x, c.output_norm, "token_embd.weight" if c.tied else "output.weight")
 
 
 def head(g: Graph, x, norm: str, matrix: str):
-    """Logits by that norm and that matrix."""
+    """The logits by this norm and this matrix."""
     c = g.config
     g.hidden[len(c.decoder_layers)] = x
     y = exchanges.gathered(g, g.linear(streams.answers(g, x, norm), matrix), matrix, padded(c.vocab))
@@ -226,22 +229,22 @@ def head(g: Graph, x, norm: str, matrix: str):
 
 
 def predictor(g: Graph):
-    """Multi-token prediction (MTP): a further layer of a model that guesses the token after the next one.
+    """Multi-token prediction (MTP): an additional layer of a model, which guesses the token after the next one.
 
-    Of a row with the token at position p, the decoder's x_p and the next token t:
+    For the row at position p, with the decoder's output x_p and the next token t:
 
         h' = eh_proj [norm(embedding of t) | norm(h)]      norms enorm and hnorm; h = output_norm(x_p)
         y = shared_head_norm(layer(h'))                    attention among the rows of this layer, at position p
         logits of the token after t = shared_head_head y
 
-    where the embedding, the last norm and the last matrix are the decoder's if the layer has none of its own. For a
-    guess after that one, y takes the place of h, and the guessed token that of t.
+    The embedding, the last norm and the last matrix are the decoder's if the layer has none of its own. For the next
+    guess, y takes the place of h, and the guessed token that of t.
 
-    So llama.cpp computes it (graph_mtp in src/models/qwen35.cpp, glm4-moe.cpp, deepseek2.cpp): the decoder's h is the
-    one after its last norm, and so is the output of a guess. There the row of t stands at the position of t instead of
-    p, which is the same, as RoPE knows distances only.
+    Source: llama.cpp (graph_mtp in src/models/qwen35.cpp, glm4-moe.cpp, deepseek2.cpp), where h is also the decoder's
+    output after its last norm, and y the output of a guess after its norm. There, the row of t has the position of t
+    instead of p; the result is the same, because RoPE depends only on distances.
 
-    Returns the logits of the rows that the function answers; g.drafted is y of all rows.
+    Returns the logits of the rows whose logits the function computes. Sets g.drafted to y of all rows.
     """
     c, i = g.config, g.config.predictor
     assert i is not None, "a model with a layer that predicts"

@@ -139,8 +139,7 @@ def _zeros(shape, dtype) -> np.ndarray:
 
 class CpuDevice:
     """See runtime/devices/__init__.py for the protocol. threads: number of threads, by default one for each usable
-    core.
-    kv: the size of the KV cache; "auto" takes half of the available memory that the weights leave."""
+    core. kv: the size of the KV cache; "auto" takes half of the available memory that the weights leave."""
 
     kind, on_host = "cpu", True
 

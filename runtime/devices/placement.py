@@ -34,8 +34,7 @@ class Range:
 def cut(tensors: dict[str, tuple[int, int]], limit: int, host: Collection[str] = ()) -> list[Range]:
     """Ranges that contain exactly these tensors (and padding between them), in ascending order. No tensor is divided
     between ranges. A range has at most `limit` bytes, or more if it is a single tensor. tensors: {name: (offset,
-    bytes)}.
-    host: names of the tensors that stay in host memory."""
+    bytes)}. host: names of the tensors that stay in host memory."""
     ranges: list[Range] = []
     for name, (begin, nbytes) in sorted(tensors.items(), key=lambda item: item[1]):
         last = ranges[-1] if ranges else None

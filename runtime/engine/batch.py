@@ -117,8 +117,8 @@ class Batch:
 
     def verify(self, ids: SequenceOf[SequenceOf[int]], kept: SequenceOf[int]) -> list[int]:
         """Computes several tokens of each sequence in one step, `rows` in total at most, and keeps the first `kept` of
-        each
-        sequence: like a step with guesses of which some are right. Returns the most likely token after each row."""
+        each sequence: like a step with guesses of which some are right. Returns the most likely token after each
+        row."""
         for sequence, tokens in zip(self._sequences, ids, strict=True):
             reserve(sequence, 1, len(tokens) - 1)
         self._cache.assign_slots(self._sequences)

@@ -36,8 +36,7 @@ class _Job:
 
 class Encoder(Closing):
     """A loaded embedding or ranking model on a device. It is a context manager that closes it. Several threads may use
-    it.
-    context: largest number of tokens of a text. features: length of a vector. sizes: (rows, name) of each function,
+    it. context: largest number of tokens of a text. features: length of a vector. sizes: (rows, name) of each function,
     ascending."""
 
     kv_usage = KvUsage(0, 0)
@@ -100,9 +99,8 @@ class Encoder(Closing):
         float32 [tokens, features], one for each text.
 
         normalize: scales each vector to length 1. truncate: cuts texts that are too long; otherwise they raise
-        UserError.
-        dimensions: returns only the first so many numbers of each vector, for models that were trained for this; 0 for
-        all. Raises UserError for a ranking model."""
+        UserError. dimensions: returns only the first so many numbers of each vector, for models that were trained for
+        this; 0 for all. Raises UserError for a ranking model."""
         if self.ranks:
             raise UserError(f"{self.artifact.manifest['name']} is a ranking model: use `rerank`, or another --pooling")
         if not 0 <= dimensions <= self.features:

@@ -11,8 +11,7 @@ from mlc_amd.runtime.images.features import Features
 
 class PiecewiseWork(Protocol):
     """Work that requests wait for, and that is done in pieces between steps. waits: whether there is such work.
-    takes_turn,
-    piece: see `Encoding`."""
+    takes_turn, piece: see `Encoding`."""
 
     @property
     def waits(self) -> bool: ...

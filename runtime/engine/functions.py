@@ -52,8 +52,7 @@ def _cheapest(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
 @dataclass(frozen=True)
 class StepFunction:
     """A function of the plan. rows: of a step. single: how many of the rows may be single rows (of different
-    sequences).
-    logits: rows whose logits it computes."""
+    sequences). logits: rows whose logits it computes."""
 
     name: str
     rows: int

@@ -15,8 +15,7 @@ from mlc_amd.runtime.exchange_layout import CONTROL, DONE, EMPTY, FAILED, RANK, 
 
 class RelayedBoxes:
     """A transport (see the package's docstring). memories: of the GPUs, in the order of ranks. capacity: words in a
-    slot.
-    code: file with the relay's machine code. threads: see `Relay`.
+    slot. code: file with the relay's machine code. threads: see `Relay`.
 
     Raises Unsuitable if this host cannot run the relay, or if a GPU has no memory of these kinds. That words arrive in
     time is only tested by check.py."""

@@ -344,8 +344,7 @@ def preferred(gpus: list[VulkanGpu], wanted: str | None = None) -> list[VulkanGp
 
 def choose(gpus: list[VulkanGpu], needs: dict[str, dict], wanted: str | None = None) -> tuple[VulkanGpu, str]:
     """(GPU, profile of the artifact to run on it). needs: {profile: needs} of the artifact, the preferred profile
-    first.
-    wanted: see `preferred`. Raises UserError if no GPU can run any of the profiles."""
+    first. wanted: see `preferred`. Raises UserError if no GPU can run any of the profiles."""
     order = preferred(gpus, wanted)
     for gpu in order:
         for profile, needed in needs.items():

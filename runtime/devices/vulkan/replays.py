@@ -29,8 +29,7 @@ from mlc_amd.runtime.devices.vulkan.pipelines import BasedPipelines
 
 class Replays(RunHooks):
     """The recordings of a device. functions: the manifest's entries. plan: {function: its launches}. heads: see
-    `RunQueue`.
-    layout: of all pipelines. based: the pipelines for launches of a part of a grid."""
+    `RunQueue`. layout: of all pipelines. based: the pipelines for launches of a part of a grid."""
 
     def __init__(
         self,

@@ -115,8 +115,8 @@ class SharedBlock:
     """The copy of a block of keys or values from the cache to registers (`load`), and from there to shared memory
     (`store`). buffer: the shared memory, with rows of `row_units` units: one row for each key, or for each column of
     the values. Each thread of the workgroup copies some units; units of neighbouring threads are neighbours in the
-    cache.
-    tid: number of this thread. kind: "key" or "value". buffers: number of blocks for which there is shared memory."""
+    cache. tid: number of this thread. kind: "key" or "value". buffers: number of blocks for which there is shared
+    memory."""
 
     def __init__(self, kind: str, layer: Attention, keys: int, threads: int, tid: Expr, buffers: int = 1):
         self.kind, self.keys, self.d, self.threads, self.tid = kind, keys, layer.width, threads, tid

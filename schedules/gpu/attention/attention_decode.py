@@ -116,9 +116,8 @@ def add_rows(
 ) -> None:  # fmt: skip
     """Adds the keys and values of `count` rows of the step, at and before a row, to the softmax of a row's heads. These
     rows must be of the same sequence. takers: (number of this wave among the waves that share them, number of these
-    waves).
-    written: (cache, whether the row's own key is written to it) if the first of the rows is the row itself, otherwise
-    None; in a step of one row, count is then at most 1."""
+    waves). written: (cache, whether the row's own key is written to it) if the first of the rows is the row itself,
+    otherwise None; in a step of one row, count is then at most 1."""
     arch, d, (kv, token, position, _), (wave, waves) = rows.arch, heads.d, place, takers
     keys = T.alloc_buffer((waves * d,), dtype, scope=WAVE_SHARED)
     begin = T.Bind(wave * d)

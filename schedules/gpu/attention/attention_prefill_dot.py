@@ -1,6 +1,5 @@
 """Causal attention of a chunk of tokens on GPUs without matrix units (gfx10, gfx906, Vulkan), and latent attention on
-all
-GPUs: products in vector instructions, with online softmax.
+all GPUs: products in vector instructions, with online softmax.
 
 A row is a pair of a token and a query head. A workgroup has one KV head and a tile of rows, whose queries are in LDS;
 each key and value is loaded once for the whole tile. The waves take blocks of 64 keys round robin, each with a softmax

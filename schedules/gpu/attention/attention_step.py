@@ -136,8 +136,7 @@ def stride_of(group: int, d: int) -> int:
 
 def scratch_shapes(heads: int, d: int) -> dict[str, tuple[tuple[int, ...], str]]:
     """{parameter name: (shape, dtype)} of the buffers through which splits join, large enough for every plan and SLOTS
-    rows.
-    d: columns of a head's output. "Arrived" must be zero before the first launch, and is zero after each launch.
+    rows. d: columns of a head's output. "Arrived" must be zero before the first launch, and is zero after each launch.
     "Parts" need not be initialized."""
     return {"Parts": ((heads * MAX_PARTS * stride_of(1, d),), "float32"), "Arrived": ((SLOTS * heads,), "int32")}
 

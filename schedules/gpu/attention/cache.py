@@ -178,8 +178,7 @@ class Cache:
         self, kv: Expr, slot: Expr, position: Expr, pairs: Iterable[tuple[Expr, Sequence[tuple[Expr, Expr]]]]
     ) -> None:
         """Stores the key of one head at `position`. pairs: (valid, ((element, value), ..)), the elements that this lane
-        has;
-        valid: a condition, or None for always."""
+        has; valid: a condition, or None for always."""
         page, place = self._place(slot, position)
         for valid, values in pairs:
             stores = [
@@ -314,9 +313,8 @@ def is_at(rows: Buffer, row: Expr, position: Expr) -> Expr:
 
 class Chunk:
     """The chunk of a step: the rows after the single rows, consecutive tokens of one sequence. Row row0 + i has token
-    i.
-    count: number of tokens that are live and fit into the cache; it may be 0 or negative. image: the position after the
-    image with which the chunk begins; None for layers that do not need it."""
+    i. count: number of tokens that are live and fit into the cache; it may be 0 or negative. image: the position after
+    the image with which the chunk begins; None for layers that do not need it."""
 
     def __init__(self, op: Attending, state: Buffer, rows: Buffer):
         single, ctx = op.single, op.layer.ctx

@@ -103,8 +103,7 @@ class Heads:
 
     def rotated(self, X: Buffer, row: Expr, column: Expr, position: Expr, weight: Buffer = None) -> Iterator[Elements]:
         """Normalizes and rotates the head X[row, column:column+d], float32. Yields the elements of each `Pair` of this
-        lane.
-        weight: of the head's norm, float32 [d]; None without a norm."""
+        lane. weight: of the head's norm, float32 [d]; None without a norm."""
         pairs, angles = list(self._load_pairs(X, row, column)), row if self.rope.by_row else position
         if weight is not None and self.rope.norm_after:
             turned = [self._rotated(pair, angles) for pair in pairs]

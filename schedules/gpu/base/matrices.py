@@ -64,9 +64,8 @@ class Fragments:
 
     def load(self, i: Expr, place: Expr, stride: int, layout: str) -> None:
         """Loads fragment i from memory. place: its first element, buffer[index]. stride: in elements of the buffer's
-        type.
-        layout: "row_major" or "col_major". Sums of 16 x 8 must be loaded by columns: by rows, NVIDIA's driver 580 reads
-        wrong memory in large kernels (`attention_rows_shared.py`)."""
+        type. layout: "row_major" or "col_major". Sums of 16 x 8 must be loaded by columns: by rows, NVIDIA's driver 580
+        reads wrong memory in large kernels (`attention_rows_shared.py`)."""
         T.evaluate(T.tvm_load_matrix_sync(self.buffer.data, *self.shape, i, T.address_of(place), stride, layout))
 
     def store(self, i: Expr, place: Expr, stride: int, layout: str) -> None:

@@ -186,9 +186,8 @@ def exchange(
 
     capacity: words in a slot, the same in all kernels that share boxes. peers: if true, there is an outbox for each
     other rank, in the order of ranks, which is this rank's place in the inbox of the other; if false, there is one
-    outbox.
-    polls: see POLLS. When a thread gives up, Y is invalid, Control[FAILED] is set, and later launches do nothing.
-    Raises ValueError unless the words of a round are whole cache lines and fit into a slot."""
+    outbox. polls: see POLLS. When a thread gives up, Y is invalid, Control[FAILED] is set, and later launches do
+    nothing. Raises ValueError unless the words of a round are whole cache lines and fit into a slot."""
     pairs, parts = op.words // 2, op.parts
     plan = plan or default_plan(4 * op.words, arch)
     count = -(-pairs // (plan.groups * plan.threads))

@@ -1,17 +1,18 @@
-"""Weights from their planes (layout "rows": `planes.py`) to runs of float16 in the order of `quantize.py`, for every
-format.
+"""Decodes weights to float16, for matrix units and every format. In: planes (layout "rows": `planes.py`). Out: runs of
+eight float16 in the order of columns of `quantize.py`.
 
-The unit of work is `span` neighbouring blocks of 32 columns of a row. Fetching and decoding are apart, so that the
-loads of one step can be in flight while the step before is multiplied:
+The unit of work is `span` neighbouring blocks of 32 columns of a row. Loading and decoding are separate functions, so
+that the loads of one step can be in flight while the step before is multiplied:
 
-    fetch       the global loads of a unit, from `load.views`
-    runs        what was fetched as runs of eight float16 weights
-    decoder     the same of codes, one run at a time
+    fetch       emits the global loads of a unit, from `load.views`
+    runs        decodes a loaded unit to runs of eight float16 weights
+    decoder     the same for formats with codes, one run at a time
 
-Arithmetic is packed float16: a code in the low bits of 0x6400 reads as 1024 + code, from which the code that means 0 is
-subtracted exactly. A nibble may stay in bits 4 to 7 of 0x5400, which reads as 64 + code. So become FP4's magnitudes,
-which get their signs afterwards. The scale of a group of columns is computed in float32 and rounded once, and so is its
-minimum; value * scale + minimum is rounded once more. In total that is below 1 % of a quantization step.
+Arithmetic is packed float16. A code in the low bits of 0x6400 reads as 1024 + code; subtracting 1024 and the code that
+means 0 is exact. A nibble may also stay in bits 4 to 7 of 0x5400, which reads as 64 + code. The magnitudes of FP4 are
+decoded like this, too, and get their signs afterwards. The scale of a group of columns is computed in float32 and
+rounded once, and so is its minimum; value * scale + minimum is rounded once more. The total error is below 1 % of a
+quantization step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,20 +29,20 @@ from mlc_amd.schedules.gpu.base.registers import at, chosen, elements, lane_of, 
 from mlc_amd.schedules.gpu.linear import load
 from mlc_amd.schedules.tir import Expr
 
-Fetched = load.Unit | list[Expr]  # of codes, or float columns as loaded
-Words = Mapping[str, Sequence[Expr]]  # by code plane
+Fetched = load.Unit | list[Expr]  # a loaded unit of codes, or loaded float columns
+Words = Mapping[str, Sequence[Expr]]  # {code plane: its words}
 
 EXPONENT = 0x64006400  # of 1024.0 as float16, in both halves of a word
 EXPONENT_VALUE = 1024
 HIGH_EXPONENT = 0x54005400  # of 64.0, whose bits 4 to 7 count ones
 HIGH_EXPONENT_VALUE = 64
 EXPONENTS = EXPONENT, HIGH_EXPONENT
-SIGNS = 0x80008000  # of two float16
-PAIRS = 0x05020500, 0x05030501  # byte selectors: bytes 0 and 2, 1 and 3 of a word below those of EXPONENT
+SIGNS = 0x80008000  # the sign bits of two float16
+PAIRS = 0x05020500, 0x05030501  # byte selectors: bytes 0 and 2 (1 and 3) of a word, below bytes of EXPONENT
 
 
 def fetch(fmt: Format, planes: Planes, row: Expr, unit: Expr, span: int) -> Fetched:
-    """The loads of unit number `unit` of a row, in registers."""
+    """Loads unit number `unit` of a row into registers."""
     if fmt.kind != "float":
         return load.fetch(fmt, planes, row, unit, span)
     width, count = 4 if fmt.name == "f32" else RUN, span * BLOCK
@@ -49,7 +50,7 @@ def fetch(fmt: Format, planes: Planes, row: Expr, unit: Expr, span: int) -> Fetc
 
 
 def runs(arch: Device, fmt: Format, fetched: Fetched, span: int) -> list[Expr]:
-    """float16x8 registers: the runs 0 to 3 of each of the unit's blocks."""
+    """The runs 0 to 3 of each block of a loaded unit, as float16x8 registers."""
     if isinstance(fetched, list):
         columns = _columns(fmt, fetched)
         return [_run(columns[b * BLOCK : (b + 1) * BLOCK], j) for b in range(span) for j in range(RUNS)]
@@ -74,15 +75,16 @@ def _halves(fmt: Format, x: Expr) -> list[Expr]:
 
 
 def hidden(zero: Expr) -> tuple[Expr, ...]:
-    """EXPONENTS in registers, as numbers that the compiler does not know. zero: an int32 that is 0, likewise."""
+    """EXPONENTS in registers, as values that the compiler does not know. zero: an int32 that is 0, which it does not
+    know either."""
     return tuple(T.Bind(opaque(T.cast(zero, "uint32") + T.uint32(bits))) for bits in EXPONENTS)
 
 
 def decoder(
     arch: Device, fmt: Format, fetched: Fetched, block: int = 0, exponents: Sequence[Expr] = EXPONENTS
 ) -> Callable[[Expr], Expr]:
-    """run(j): run number j, an int or of codes in a register, of a block of a fetched unit, as float16x8. exponents: of
-    `hidden`."""
+    """Returns run(j), which decodes run number j of a block of a loaded unit to float16x8. j: an int; for formats with
+    codes it may be a register. exponents: those of `hidden`, or constants."""
     if isinstance(fetched, list):
         columns = _columns(fmt, fetched)
         return lambda j: _run(columns, j)
@@ -122,7 +124,7 @@ def decoder(
 
 
 def _unsigned(arch: Device, fmt: Format, codes: Words) -> tuple[Words, int, Sequence[Expr] | None]:
-    """(plane -> words of unsigned fields, the one that means 0, words of nibbles whose highest bits are signs or
+    """({plane: words of unsigned codes}, the code that means 0, words of nibbles whose highest bits are signs or
     None)."""
     if fmt.table == FP4_VALUES:
         return {"Q4": [load.fp4_magnitudes(word) for word in codes["Q4"]]}, 0, codes["Q4"]
@@ -134,21 +136,23 @@ def _unsigned(arch: Device, fmt: Format, codes: Words) -> tuple[Words, int, Sequ
 
 
 def _signed(value: Expr, nibbles: Expr) -> Expr:
-    """A run, negated where the nibble of its code has its highest bit; the order is that of `_nibbles`."""
+    """A run whose values are negated if the highest bit of their nibbles is set. nibbles: in the order of
+    `_nibbles`."""
     words = T.Bind(T.reinterpret("uint32x4", value))
     signs = [T.shift_left(nibbles, T.uint32(12 - 4 * t)) & T.uint32(SIGNS) for t in range(RUN // 2)]
     return T.reinterpret("float16x8", T.Bind(vector([lane_of(words, t) ^ sign for t, sign in enumerate(signs)])))
 
 
 def _per_pair(values: Sequence[Expr]) -> Expr:
-    """Float32 of groups of columns as a float16x8: pairs of a run alternate between the block's halves."""
+    """Float32 values of groups of columns as a float16x8 for a run, whose pairs alternate between the halves of a
+    block."""
     values = [T.Bind(T.cast(value, "float16")) for value in values]
     return vector([values[i // 2 % len(values)] for i in range(RUN)])
 
 
 def _place(plane: str, j: Expr, t: int) -> tuple[Sequence[int], Expr]:
-    """(words, first bit) of the plane's bits of pair t of run j; the other one of the pair is 16 bits higher. words:
-    the numbers of those from which j takes one, or the only one."""
+    """(words, first bit) of a plane's bits for pair t of run j. The second element of the pair is 16 bits higher.
+    words: the numbers of the words among which j selects; or the number of a single word."""
     half, byte = t % 2, 8 * (t // 2)  # half of the block; columns 0 and 2 are in even bytes, 1 and 3 in odd ones
     return {
         "Q8": (range(RUNS * half, RUNS * (half + 1)), byte),
@@ -159,7 +163,7 @@ def _place(plane: str, j: Expr, t: int) -> tuple[Sequence[int], Expr]:
 
 
 def _fields(codes: Words, j: Expr, t: int, exponent: Expr) -> Expr:
-    """A word: two float16, 1024 + the codes of pair t of run j."""
+    """A word with two float16: 1024 + the codes of pair t of run j."""
     found, filled = exponent, 0
     for plane, words in codes.items():
         bits = PLANE_BITS[plane]
@@ -170,13 +174,13 @@ def _fields(codes: Words, j: Expr, t: int, exponent: Expr) -> Expr:
 
 
 def _permuted(exponent: Expr, word: Expr, pair: int) -> Expr:
-    """The bytes of a pair of a word, each under an exponent's upper byte. One instruction of AMD's."""
+    """The two bytes of a pair of a word, each below the upper byte of an exponent: one instruction on AMD GPUs."""
     return intrin("uint32", "llvm.amdgcn.perm", exponent, word, T.uint32(pair))
 
 
 def _fp4(word: Expr) -> list[Expr]:
-    """The pairs of FP4_VALUES of a run's word. Their float16 have zeros in the lower byte, and byte permutes pick from
-    eight upper ones."""
+    """The pairs of FP4_VALUES for a word of codes of a run. As float16 these values have a zero lower byte, so byte
+    permutes select among eight upper bytes."""
     halves = np.array(FP4_VALUES[:8], np.float16).view(np.uint16) >> 8
     low, high = (T.uint32(int.from_bytes(bytes(int(x) for x in part), "little")) for part in (halves[:4], halves[4:]))
     pairs = []
@@ -188,7 +192,8 @@ def _fp4(word: Expr) -> list[Expr]:
 
 
 def _nibbles(words: Sequence[Expr], j: Expr, exponents: Sequence[Expr]) -> list[Expr]:
-    """As four times `_fields`, of nibbles only, but pairs 1 and 3 are 64 + the codes: one shift instead of three."""
+    """The four pairs of a run of nibbles, like `_fields`; but pairs 1 and 3 are 64 + code, which needs one shift
+    instead of three."""
     low = chosen(words, j)
     high = T.Bind(T.shift_right(low, T.uint32(8)))
     return [

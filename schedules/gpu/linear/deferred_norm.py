@@ -1,17 +1,17 @@
-"""An RMS norm without a launch: the linear layer or exchange before it and the layers after it share the work.
+"""An RMS norm without a launch of its own: the kernel before it and the kernels after it share the work.
 
     y = x * G * scale(x), scale(x) = 1 / sqrt(mean(x*x) + eps), so W y = scale(x) * W (x * G)
 
-The layer that computes x, or the exchange that adds it up, prepares the norm (`PreparedNorm`): it stores x * G, too, in
-the layout in which the layers after it read their input, and the sums of x*x of some columns (`layouts.SUMMED`). The
-layers that read it complete it (`CompletedNorm`): they multiply their products by scale(x), which is one number a
+The kernel that computes x (a linear layer, or an exchange) *prepares* the norm (`PreparedNorm`): it also stores x * G,
+in the layout in which the layers after it read their input, and the sums of x*x over each `layouts.SUMMED` columns. The
+layers that read the norm *complete* it (`CompletedNorm`): they multiply their products by scale(x), one number for each
 token.
 
     Squares  float32 [m, k / SUMMED]   the sums of x*x
     A, S     layout "rows"             x * G: int8 blocks, which have scales of their own
-    H        layout "lanes"            x * G * Scale * MARGIN; what float16 cannot hold becomes its largest number
-    Scale    float32 [m]               with "lanes": scale(x) of an earlier norm of the same residual stream, as x may
-                                       be larger than float16 can hold
+    H        layout "lanes"            x * G * Scale * MARGIN; values beyond float16 become its largest number
+    Scale    float32 [m]               with "lanes": scale(x) of an earlier norm of the same residual stream, because x
+                                       may exceed the range of float16
 """
 
 from collections.abc import Callable
@@ -29,16 +29,16 @@ from mlc_amd.schedules.gpu.recurrent.lane_rows import width_of
 from mlc_amd.schedules.operators.layouts import SUMMED, kind_of
 from mlc_amd.schedules.tir import Buffer, Expr
 
-# x may be 65504 / MARGIN times as large as the x of the earlier norm, which has 1 in the mean of its squares, and
-# numbers down to 1 / 256 of that keep all bits of float16.
+# Scaled by the earlier norm, x has a root mean square of about 1. With MARGIN, values up to 65504 / MARGIN fit into
+# float16, and values down to 1 / 256 keep all its bits.
 MARGIN = 2.0**-6
 
 Loaded = tuple[Expr | None, Expr]  # of `PreparedNorm.load`
 
 
 class PreparedNorm:
-    """The norm of its result, m rows of n columns, that a layer prepares in a layout: its parameters. Declares the
-    inputs."""
+    """The norm that a kernel prepares of its result, m rows of n columns, in a layout. Declares its input
+    parameters."""
 
     def __init__(self, m: int, n: int, layout: str):
         self.m, self.n, self.layout, self.summed = m, n, layout, SUMMED[kind_of(layout)]
@@ -50,14 +50,15 @@ class PreparedNorm:
         self.squares = T.arg("NewSquares", T.buffer((self.m, self.n // self.summed), "float32"))
 
     def load(self, token: Expr, row: Expr, count: int = WIDTH) -> Loaded:
-        """What `store` takes besides, for `count` rows."""
+        """Loads the inputs that `store` needs for `count` rows from `row` on."""
         return None if self.scale is None else T.Bind(self.scale[token]), T.Bind(self.G[at(row, count)])
 
     def store(
         self, arch: Device, token: Expr, row: Expr, x: Expr, loaded: Loaded, live: Expr | None = None, stride: int = 1
     ) -> None:
-        """x: a float32x4 or float32x8 of rows `row`.. of a token. The lanes that have the other rows of a sum are
-        `stride` apart, and must call this, too. live: as of `emit_store`."""
+        """Stores the prepared norm of some rows of a token. x: the results, float32x4 or float32x8, of rows `row`.. .
+        loaded: from `load`. Lanes that are `stride` apart must have the other rows of a sum, and must call this, too.
+        live: see `emit_store`."""
         values, (scale, g) = [T.Bind(value) for value in elements(x)], loaded
         scaled = [v * lane_of(g, i) for i, v in enumerate(values)]
         if scale is not None:
@@ -71,8 +72,8 @@ class PreparedNorm:
 
 
 class CompletedNorm:
-    """The norm of its input, m rows of k columns in a layout, that a layer completes: what it reads and stores besides.
-    Declares the inputs. new_scale: the scales of this norm, for the next one, where `scale` is not None."""
+    """The norm that a kernel completes, of its input, m rows of k columns in a layout. Declares its input parameters.
+    new_scale: output parameter for the scales of this norm, which the next one needs; exists if `scale` is not None."""
 
     def __init__(self, eps: float, m: int, k: int, layout: str):
         self.eps, self.m, self.k, self.summed = eps, m, k, SUMMED[kind_of(layout)]
@@ -85,24 +86,25 @@ class CompletedNorm:
 
 
 def token_lanes(arch: Device, tokens: int, threads: int) -> int:
-    """Lanes that compute the factor of a token, as many as `wave_sum` takes. ValueError for fewer threads than
-    tokens."""
+    """The number of lanes that compute the factor of a token, a valid width for `wave_sum`. Raises ValueError for fewer
+    threads than tokens."""
     if threads < tokens:
         raise ValueError(f"{threads} threads cannot compute factors of {tokens} tokens")
     return min(1 << (threads // tokens).bit_length() - 1, arch.wave)
 
 
 class Units(NamedTuple):
-    """Units of 16 bytes of shared memory: place(wave, i) is that of number i of a wave's part of them."""
+    """Units of 16 bytes of shared memory. place(wave, i): the index of unit number i of a wave's part."""
 
     buffer: Buffer  # uint32x4
     place: Callable[[Expr, Expr], Expr]
 
 
 class RowFactors:
-    """The factors of a workgroup's tokens, in shared memory; that of a single one, in registers. tokens: of the
-    workgroup, from token0 on; first: whether this workgroup stores their scales, if the norm has any; units: where they
-    lie, each in the part of the wave that computes it, or None. ValueError for fewer threads than tokens."""
+    """The factors scale(x) of the tokens of a workgroup, in shared memory; for a single token in registers. tokens:
+    their number, from token0 on. first: whether this workgroup stores the norm's scales. units: existing shared memory
+    for the factors, each in the part of the wave that computes it; None for new memory. Raises ValueError for fewer
+    threads than tokens."""
 
     def __init__(
         self, arch: Device, norm: CompletedNorm, tokens: int, token0: Expr, thread: Expr, threads: int,
@@ -118,8 +120,8 @@ class RowFactors:
         self.factors: Buffer = T.alloc_buffer((tokens,), "float32", scope="shared") if own else None
 
     def load(self) -> tuple[Expr, Expr]:
-        """Loads what `compute` takes, which does it itself where neither `loaded` is this nor `begin` was called: the
-        sum of a thread's part, and the scale of the norm before."""
+        """Loads the sum of a thread's part, and the scale of the earlier norm. `compute` does this itself, unless the
+        caller has set `loaded` to the result, or has called `begin`."""
         norm, lanes, row, part = self.norm, self.lanes, self._row(), self._part()
         sums, total = norm.k // norm.summed, T.float32(0)
         width = width_of(sums)
@@ -129,12 +131,13 @@ class RowFactors:
             x = T.Bind(norm.squares[row, at(place if inside else T.min(place, T.int32(sums - width)), width)])
             for value in elements(x):
                 total = total + (value if inside else T.Select(place < sums, value, T.float32(0)))
-            total = T.Bind(total)  # a thread may have hundreds: code generation would nest as deep
+            total = T.Bind(total)  # bound, because code generation would recurse for each of hundreds of terms
         return T.Bind(total), self._before(row)
 
     def begin(self, columns: int) -> bool:
-        """Whether the sums can be added up in a loop over the columns, so many in a step: `add` must be called in each.
-        In front of the loop all of them are read at once, which takes as long as some steps."""
+        """Prepares for adding the sums in the kernel's loop over columns. Returns whether this is possible: then `add`
+        must be called in each step. columns: of a step. (Reading all sums before the loop takes as long as some
+        steps.)"""
         each, rest = divmod(columns // self.norm.summed, self.lanes)
         if not each or rest or columns % self.norm.summed or self.norm.k % columns:
             return False
@@ -143,7 +146,7 @@ class RowFactors:
         return True
 
     def add(self, step: Expr) -> None:
-        """Adds the sums of a step's columns, a part of them in each thread."""
+        """Adds the sums of a step's columns; each thread adds a part of them."""
         width = width_of(self.each)
         first = T.Bind((step * self.lanes + self._part()) * self.each)
         total = self.total[0]
@@ -152,7 +155,7 @@ class RowFactors:
         put(self.total, total, 0)
 
     def _before(self, row: Expr) -> Expr:
-        """What the row was multiplied by where it was prepared."""
+        """The factor by which the row was multiplied when the norm was prepared."""
         return None if self.norm.scale is None else T.Bind(self.norm.scale[row])
 
     def _part(self) -> Expr:
@@ -165,7 +168,7 @@ class RowFactors:
         return T.Bind(T.min(self.token0 + self._token(), T.int32(self.norm.m - 1)))
 
     def compute(self) -> None:
-        """All threads must call this; of several tokens a barrier must follow before `of`."""
+        """Computes the factors. All threads must call it. With several tokens, a barrier must follow before `of`."""
         norm, lanes, token, part = self.norm, self.lanes, self._token(), self._part()
         if self.total is not None:
             total, before = T.Bind(self.total[0]), self.scale
@@ -201,13 +204,13 @@ class RowFactors:
         return self.units.place(token // count, token % count) if self.units else None
 
     def scaled(self, token: Expr, x: Expr) -> Expr:
-        """x, float32 or a vector of them, times the factor of a token of the workgroup."""
+        """x, a float32 or a vector, times the factor of a token of the workgroup."""
         return T.Bind(x * T.broadcast(self.of(token), x.ty.dtype.lanes))
 
 
 def row_factors(norm: CompletedNorm | None, arch: Device, lane: Expr, wave: Expr, waves: int) -> RowFactors | None:
-    """Those of all rows of a norm that a GEMV completes. They are loaded after its products, whose loads take the
-    registers."""
+    """The factors of all rows of a norm that a GEMV completes; None without one. They are loaded after the products,
+    whose loads need the registers."""
     if norm is None:
         return None
     return RowFactors(arch, norm, norm.m, T.int32(0), T.Bind(wave * arch.wave + lane), waves * arch.wave)

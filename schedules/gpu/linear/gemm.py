@@ -1,12 +1,12 @@
-"""Linear layers of several tokens on the GPU: y[m, n] = sum over k of w[n, k] * x[m, k].
+"""Linear layers of several tokens on the GPU (GEMM): y[m, n] = sum over k of w[n, k] * x[m, k].
 
-Parameters are those of `linear_args.py`. Of the first half of a feed-forward layer, y = f(gate(x)) * up(x), a workgroup
-computes the same tile of both weights, so that gate and up of an element meet in one thread. A mixture of experts has
-slots in the place of tokens, those of a workgroup part of one expert's tile (schedules/operators/experts.py).
+Parameters are those of `linear_args.py`. For the first half of a feed-forward layer, y = f(gate(x)) * up(x), a
+workgroup computes the same tile of both weights, so that one thread has gate and up of an element. A mixture of experts
+has slots instead of tokens; all slots of a workgroup are of one expert (schedules/operators/experts.py).
 
-This file lays out the launch: a grid of token tiles (first axis: those that share a weight tile run side by side) by
-the row tiles of all segments. What a workgroup does to its tile is up to a `Gemm` (`gemm_tile.py`). Workgroups whose
-tokens are all beyond the live ones leave at once.
+This module emits the launch: a grid of token tiles (first axis, so that workgroups with the same weights run at the
+same time) by the row tiles of all segments. A `Gemm` (`gemm_tile.py`) emits the code of a workgroup's tile. Workgroups
+without live tokens end at once.
 """
 
 from collections.abc import Callable
@@ -37,9 +37,10 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 
 def engine(of: Product, tile: Tile | None = None) -> Gemm:
-    """The tile routine with that tile, by default the one for the arch and shape. Layout of the activations: "lanes"
-    on matrix units whose lanes are known, "pairs" on others (weights and activations become float16), else "rows" for
-    int8 formats and "" for float formats, which are then multiplied in float32. ValueError for what does not fit."""
+    """The tile routine of a product. tile: by default the one of the rule. The layout of activations selects the
+    routine: "lanes" for matrix units whose lanes are known, "pairs" for other matrix units (both multiply float16);
+    without matrix units "rows" for int8 formats, and "" for float formats, which are multiplied in float32. Raises
+    ValueError for a tile that does not fit."""
     routine, choose = _family(of)
     gemm = routine(of, tile or choose(of))
     if of.m % gemm.tile.tokens and not gemm.cuts_tiles:
@@ -50,7 +51,7 @@ def engine(of: Product, tile: Tile | None = None) -> Gemm:
 
 
 def _family(of: Product) -> tuple[Callable[[Product, Any], Gemm], Callable[[Product], Tile]]:
-    """(what makes the tile routine of a tile, what chooses that)."""
+    """(function that makes the tile routine for a tile, function that chooses the tile)."""
     layout, matrix, kinds = kind_of(of.layout), of.arch.matrix, {fmt.kind for fmt in of.formats}
     if layout == "lanes" and of.arch.lane_blocks:
         own = of.arch.lane_unit in UNITS
@@ -69,7 +70,7 @@ def _family(of: Product) -> tuple[Callable[[Product, Any], Gemm], Callable[[Prod
 
 @registry.plans(ExpertLinear)
 def plans(op: Multiplied, arch: Device) -> Space:
-    """The tiles worth measuring. For workloads with experts, slots stand in the place of tokens."""
+    """The space of tiles for tuning. For experts, slots take the place of tokens."""
     of = product_of(op, arch)
     default, rows = engine(of), [padded(n) for _, n in op.weights[:: of.weights]]
 
@@ -86,12 +87,13 @@ def plans(op: Multiplied, arch: Device) -> Space:
 
 
 def span(row: Expr, value: Expr) -> Expr:
-    """The index of `value`: of a vector, as many consecutive elements."""
+    """The index at which `value` is stored: row, or for a vector the consecutive elements from `row` on."""
     return at(row, value.ty.dtype.lanes)
 
 
 def check_deferred(gemm: Gemm, norm_in: float | None, prepared: int = 0) -> None:
-    """ValueError where a norm is deferred, into the kernel or, of `prepared` columns, out of it, and it cannot be."""
+    """Raises ValueError if the routine cannot complete a norm (norm_in: its eps) or prepare one (prepared: its
+    columns)."""
     if (norm_in is not None or prepared) and not gemm.completes_norms:
         raise ValueError("only kernels of the layout 'lanes' complete or prepare norms")
     if prepared % BLOCK:
@@ -100,9 +102,9 @@ def check_deferred(gemm: Gemm, norm_in: float | None, prepared: int = 0) -> None
 
 @builder
 def linear(op: Linear, arch: Device, state: Buffer, plan: Tile | None) -> None:
-    """Kernel with the parameters of `linear_args`. Token tiles without live tokens (state[1]) are left as they are. The
-    columns of Y from n on are undefined. ValueError for what cannot share a launch or has no tiles, UserError for
-    weights too large."""
+    """Kernel with the parameters of `linear_args`. Token tiles without live tokens (state[1]) are not written. Columns
+    of Y from n on are undefined. Raises ValueError for segments that cannot share a launch or have no tile, UserError
+    for weights that are too large."""
     of = product_of(op, arch)
     gemm = engine(of, plan)
     check_deferred(gemm, op.norm_in, op.segments[0][1] if op.norm_out else 0)
@@ -130,20 +132,20 @@ Loaded = tuple[Any, ...]  # of `_Epilogue.load`
 
 
 class _Epilogue:
-    """What becomes of the products of a segment's rows."""
+    """The epilogue of a segment: from products to stored results (bias, residual, prepared norm)."""
 
     def __init__(self, gemm: Gemm, args: LinearBuffers, segment: Segment, factors: RowFactors | None):
         self.gemm, self.args, self.segment, self.factors = gemm, args, segment, factors
 
     def load(self, token: Expr, row: Expr, lanes: int) -> Loaded:
-        """What `store` reads for `lanes` rows of a token: bias, residual, of a prepared norm."""
+        """The inputs of `store` for `lanes` rows of a token: bias, residual, inputs of a prepared norm."""
         args, index = self.args, at(row, lanes)
         bias = None if self.segment.bias is None else self._bias(index)
         residual = None if args.residual is None else args.residual[token, index]
         return bias, residual, None if args.prepared is None else args.prepared.load(token, row, lanes)
 
     def _bias(self, index: Expr) -> Expr:
-        """bias[index]; the last rows' index stays inside the n biases."""
+        """bias[index]; an index beyond the n biases becomes the last one."""
         bias: Buffer = self.segment.bias
         n = self.segment.n
         if n % 16 == 0:
@@ -153,12 +155,12 @@ class _Epilogue:
         return vector([bias[T.min(index.base + i, T.int32(n - 1))] for i in range(index.ty.dtype.lanes)])
 
     def early(self, token: Expr, row: Expr) -> Loaded:
-        """The same in registers."""
+        """`load` into registers, before the sums are complete."""
         *loaded, norm = self.load(token, row, QUAD)
         return *(None if x is None else T.Bind(x) for x in loaded), norm
 
     def store(self, token: Expr, row: Expr, values: list[Expr], loaded: Loaded | None = None) -> None:
-        """loaded: of `early`; None: nothing is yet."""
+        """Stores results of a token. loaded: from `early`; None if it was not called."""
         (x,) = values
         if self.factors is not None:
             x = self.factors.scaled(token, x)
@@ -173,8 +175,8 @@ class _Epilogue:
 def _store_staged(
     gemm: Gemm, results: Buffer, out: list[Buffer], token0: Expr, row0: Expr, f: int, thread: Expr
 ) -> None:
-    """A tile in the layout "rows" where a wave has fewer than 32 lanes: from shared memory, where all threads put their
-    results, eight lanes take a block."""
+    """Stores a tile in the layout "rows" if a wave has fewer than 32 lanes: all threads store their results to shared
+    memory, from where eight lanes take a block."""
     quads = gemm.tile.rows // WIDTH
     barrier()
     for i in each(gemm.arch, gemm.tile.tokens * quads // gemm.threads):
@@ -187,9 +189,9 @@ def _store_staged(
 
 @builder
 def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, state: Buffer, plan: Tile | None) -> None:
-    """Kernel with the parameters of `linear_args`: weights of f x k, f a multiple of 32. op.layout: "pairs",
-    "lanes" (after cooperative matrices), "" or, where layout_in does not mean matrix units, "rows". Token tiles without
-    live tokens, or without an expert, are left as they are. ValueError for what cannot share a launch."""
+    """Kernel with the parameters of `linear_args`: weights of f x k, f a multiple of 32. op.layout: "pairs", "lanes"
+    (after cooperative matrices), "", or "rows" if layout_in is not a layout of matrix units. Token tiles without live
+    tokens, or without an expert, are not written. Raises ValueError for weights that cannot share a launch."""
     of, f, layout = product_of(op, arch), op.n, op.layout
     experts = isinstance(op, ExpertGateUp)
     gemm = engine(of, plan)
@@ -234,15 +236,16 @@ def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, state: Buffer, plan:
 
 
 def tile_expert(groups: Buffer, slot0: Expr, n: int, experts: Experts) -> tuple[Expr, Expr]:
-    """(the row of the stack that is row 0 of the expert of slot0's tile, whether the tile has one)."""
+    """(row of the stack that is row 0 of the expert of slot0's tile, whether the tile has an expert)."""
     index = T.Bind(slot0 // experts.tile)
     return T.Bind(expert_at(groups, [index], experts) * n), T.Bind(groups[index]) >= 0
 
 
 @builds(ExpertLinear)
 def expert_linear(op: ExpertLinear, arch: Device, state: Buffer, plan: Tile | None) -> None:
-    """Kernel (state, A, S | H | X of [slots, k], Groups, planes of the [count * n, k] stack, [WB float32 [count * n]],
-    Y float32 [slots, n]). UserError unless 16 divides n or for weights too large, ValueError for what has no tiles."""
+    """Kernel (state, A and S, or H, or X of [slots, k], Groups, planes of the [count * n, k] stack, [WB float32 [count
+    * n]], Y float32 [slots, n]). Raises UserError unless n is a multiple of 16, and for weights that are too large;
+    ValueError if there is no tile."""
     n, experts, of = op.n, op.of, product_of(op, arch)
     (fmt,) = of.formats
     check_rows(n)

@@ -1,12 +1,12 @@
 """The GEMM tile on cooperative matrices (KHR_cooperative_matrix of Vulkan): float16 operands, float32 sums.
 
-A workgroup computes `tokens` tokens by `rows` rows of each of its weights. Per step it stages `columns` columns of both
-in shared memory as float16, the weights dequantized on the way (`coop_load.py`) and columns as in "pairs"; each of its
-subgroups then multiplies its share of the tile.
+A workgroup computes `tokens` tokens by `rows` rows of each of its weights. In each step it stages `columns` columns of
+activations and weights in shared memory as float16: weights are dequantized on the way (`coop_load.py`), and columns
+have the order of "pairs". Then each subgroup multiplies its share of the tile.
 
-Which lane holds which element of a matrix is implementation-defined: sums go through shared memory to the lanes that
-store them, four consecutive rows of a token each, in the memory that staging no longer needs. Everything in shared
-memory is a unit of 16 bytes.
+Which lane holds which element of a matrix is implementation-defined. So sums go through shared memory (the memory that
+staging no longer needs) to the lanes that store them; each stores four consecutive rows of a token. Shared memory
+consists of units of 16 bytes.
 """
 
 from collections.abc import Iterator
@@ -25,28 +25,28 @@ from mlc_amd.schedules.gpu.linear import coop_load, load
 from mlc_amd.schedules.gpu.linear.gemm_tile import Loaded, Product, SteppedGemm, Tile, TileWork, workgroups
 from mlc_amd.schedules.tir import Expr
 
-PAD = 1  # units added to each row in shared memory: eight consecutive rows are then in different banks
+PAD = 1  # units added to each row in shared memory, so that eight consecutive rows are in different banks
 UNIT_BYTES = 16
-ROWS = 4  # float32 of a unit: rows of a token that a lane finishes at once
-SCALES = 4  # of a byte each that a thread takes at once, at most: a word (`load.py`)
-CODE = 2  # how much more than the default tiles' limits a thread may hold and unroll: then compilers take minutes
-CHUNKS = 8  # matrices along the columns of a step: they are unrolled
-HELD = 64  # weights of a step that a thread holds in registers, in blocks of codes
-ACTIVATIONS = 128  # that a thread has on the way to shared memory, at most
-EXPERT_HELD = 2  # times the weights of a step that a thread holds: tiles of experts have fewer sums
+ROWS = 4  # float32 of a unit: rows of a token that a lane stores at a time
+SCALES = 4  # upper limit of the one-byte scales that a thread loads at a time: a word (`load.py`)
+CODE = 2  # tuning may exceed the default tiles' limits of a thread by this factor; beyond, compilers take minutes
+CHUNKS = 8  # upper limit of the matrices along the columns of a step, which are unrolled
+HELD = 64  # weights of a step that a thread holds in registers, as blocks of codes
+ACTIVATIONS = 128  # upper limit of the activations that a thread holds on the way to shared memory
+EXPERT_HELD = 2  # for experts a thread may hold so many times as many weights, because their tiles have fewer sums
 
 
 @dataclass(frozen=True)
 class CoopTile(Tile):
-    columns: int  # of a step
+    columns: int  # columns of a step
     waves_m: int  # subgroups along tokens; waves_n: along rows
     waves_n: int
-    waves_k: int = 1  # along the columns of a step; the sums of these are added last
-    span: int = 1  # blocks of a row that a thread takes at a time
+    waves_k: int = 1  # subgroups along the columns of a step, whose sums are added at the end
+    span: int = 1  # blocks of a row that a thread loads at a time
 
 
-# By tokens: tiles, and how fast a compute unit works on them if all have equal work, in percent of the fastest, for one
-# weight and for two. Few tokens: many columns, so that enough bytes of weights are in flight.
+# {tokens: tiles with the speed of a compute unit on each, in percent of the fastest tile, for one weight and for two}.
+# For few tokens, tiles have many columns, so that enough bytes of weights are in flight.
 TILES = {
     128: (
         (CoopTile(128, 128, 64, 2, 2), (100, 100)), (CoopTile(128, 64, 64, 2, 2), (90, 90)),
@@ -65,13 +65,13 @@ TILES = {
 
 
 def _held(of: Product) -> int:
-    """Weights of a step that a thread holds in registers, at most: in blocks of codes, or floats as they are."""
+    """The upper limit of the weights of a step that a thread holds in registers."""
     return HELD // 2 if of.has_floats else HELD
 
 
 def choose(of: Product) -> CoopTile:
-    """The default tile: of experts `expert_tile`, else the one with the minimum load of the busiest compute unit.
-    ValueError unless tokens are a multiple of 16 and columns of 32."""
+    """The default tile: for experts `expert_tile`, otherwise the one with which the busiest compute unit takes the
+    least time. Raises ValueError unless tokens are a multiple of 16 and columns of 32."""
     if tile := expert_tile(of):
         return tile
     tokens = next((size for size in TILES if of.tokens % size == 0), None)
@@ -91,8 +91,8 @@ def choose(of: Product) -> CoopTile:
 
 
 def expert_tile(of: Product) -> CoopTile | None:
-    """The tile for slots of one expert; None: that of as many tokens. There are workgroups enough: many rows share the
-    activations, of two weights fewer where these are few."""
+    """The tile for slots of one expert; None for the tile of as many tokens. There are always enough workgroups, so
+    tiles have many rows, which share activations; fewer for two weights with few rows."""
     slots, weights = of.expert_slots, of.weights
     if slots not in (16, 32, 64):
         return None
@@ -102,7 +102,7 @@ def expert_tile(of: Product) -> CoopTile | None:
 
 
 def _fit(tile: CoopTile, of: Product) -> CoopTile | None:
-    """The tile for all weights with as many columns as k, shared memory and registers allow; None if there is none."""
+    """The tile with as many columns as k, shared memory and registers allow; None if it does not fit at all."""
     rows = max(tile.rows // of.weights, of.arch.fragment[1] * tile.waves_n)
     threads = tile.waves_m * tile.waves_n * tile.waves_k * of.arch.wave
     most = max(_held(of) * threads // (of.weights * rows), BLOCK)
@@ -111,7 +111,7 @@ def _fit(tile: CoopTile, of: Product) -> CoopTile | None:
 
 
 def _widest(tile: CoopTile, of: Product, columns: list[int]) -> CoopTile | None:
-    """The tile with the first of these numbers of columns with which it fits; None: it fits with none."""
+    """The tile with the first of these numbers of columns with which it fits; None if there is none."""
     for count in columns:
         try:
             return CoopGemm(of, replace(tile, columns=count)).tile
@@ -121,7 +121,7 @@ def _widest(tile: CoopTile, of: Product, columns: list[int]) -> CoopTile | None:
 
 
 class CoopGemm(SteppedGemm[CoopTile]):
-    """Activations: H [m, k] in the layout "pairs". Values are float32x4."""
+    """See the module. Activations: H [m, k] in the layout "pairs". `store` gets float32x4 values."""
 
     choices: ClassVar = {
         "tokens": (16, 32, 64, 128, 256), "rows": (16, 32, 64, 128, 256), "columns": (32, 64, 128, 256, 512),
@@ -181,13 +181,13 @@ class CoopGemm(SteppedGemm[CoopTile]):
             barrier()
 
     def _weight_unit(self, weight: int) -> int:
-        """First unit of a weight in shared memory; the activations come before them."""
+        """The first unit of a weight in shared memory. Activations come before the weights."""
         return (self.tile.tokens + weight * self.tile.rows) * self.ld
 
     # ---- staging
 
     def _places(self, rows: int, per_row: int) -> Iterator[tuple[Expr, Expr]]:
-        """(row, number in the row) of each piece that this thread stages."""
+        """(row, number in the row) of each piece that this thread copies to shared memory."""
         for c in self._staged(rows * per_row):
             yield T.Bind(c // per_row), T.Bind(c % per_row)
 
@@ -240,19 +240,20 @@ class CoopGemm(SteppedGemm[CoopTile]):
     # ---- results
 
     def _sums_unit(self, wave_k: Expr, weight: int) -> Expr:
-        """First unit of this subgroup's sums of a weight, or of one's with other columns of the same tile."""
+        """The first unit of a subgroup's sums of a weight. wave_k: selects among the subgroups with the same rows and
+        tokens."""
         wave = (wave_k * self.tile.waves_m + self.wave_m) * self.tile.waves_n + self.wave_n
         return (wave * self.weights + weight) * (self.fm * self.sums_ld)
 
     def _hand_over(self, i: int) -> None:
-        """Row i of the subgroup's matrices of sums to shared memory."""
+        """Stores row i of the subgroup's matrices of sums to shared memory."""
         for w in range(self.weights):
             for j in range(self.tiles_n):
                 place = self.lds[self._sums_unit(self.wave_k, w) + j * (self.fn // ROWS)]
                 self.sums.store((i * self.weights + w) * self.tiles_n + j, place, self.sums_ld * 4, "row_major")
 
     def _finish(self, work: TileWork, i: int) -> None:
-        """Stores row i of the matrices of sums; rows beyond the weight's are left out."""
+        """Passes row i of the matrices of sums to `TileWork.store`; rows beyond those of the weight are left out."""
         fm, tile = self.fm, self.tile
         units, lanes = self.tiles_n * self.fn // ROWS, self.arch.wave * tile.waves_k
         with T.serial(-(-fm * units // lanes)) as step:

@@ -1,11 +1,11 @@
 """The GEMM tile without matrix units: int8 activations with dot4 (float formats: plain float32 arithmetic), register
 tiles fed by LDS.
 
-A workgroup computes `tokens` tokens by `rows` rows of each of its weights, in steps of one block of 32 columns staged
-in LDS: weights as signed bytes with their float32 scales, activations as they come. 32 neighbouring lanes hold 32
-neighbouring rows and share their tokens, so that LDS reads of activations are broadcasts, those of weights free of bank
-conflicts, and 32 rows can be reduced within a wave. Per block, with dot the int32 dot product of a group of columns (16
-or 32) and d, d*sum(q) of the activations' plane S:
+A workgroup computes `tokens` tokens by `rows` rows of each of its weights, in steps of one block of 32 columns. A step
+is staged in LDS: weights as signed bytes with float32 scales, activations unchanged. 32 neighbouring lanes have 32
+neighbouring rows and the same tokens. So LDS reads of activations are broadcasts, LDS reads of weights have no bank
+conflicts, and 32 rows can be reduced within a wave. For each block, where dot is the int32 dot product of a group of
+columns (16 or 32), and d and d*sum(q) are from the activations' S:
 
     y += d * scale * dot + minimum * d*sum(q)
 """
@@ -28,27 +28,27 @@ from mlc_amd.schedules.gpu.linear.gemm_tile import Loaded, Product, SteppedGemm,
 from mlc_amd.schedules.gpu.linear.load import QUADS, block_bytes
 from mlc_amd.schedules.tir import Buffer, Expr
 
-PIECE = 16  # columns of a piece
-LANES = 32  # rows side by side
-PAD = 4  # words added to each row of LDS: eight consecutive rows, read 128 bits wide, are in different banks
+PIECE = 16  # columns of a piece, which a thread stages at a time
+LANES = 32  # neighbouring lanes with neighbouring rows
+PAD = 4  # words added to each row in LDS, so that 128-bit reads of eight consecutive rows hit different banks
 
 
 @dataclass(frozen=True)
 class DotTile(Tile):
-    """rows: a multiple of 32. threads_m groups of 32 threads share out the tokens."""
+    """rows: a multiple of 32. threads_m: number of groups of 32 threads that share the tokens."""
 
     threads_m: int
 
 
-# The tiles that `choose` considers, largest first.
+# The tiles that `choose` considers, the largest first.
 TILES = (DotTile(64, 128, 8), DotTile(32, 64, 8), DotTile(16, 64, 4), DotTile(16, 32, 1))
 
 EXACT_TILES = (DotTile(64, 64, 8), DotTile(32, 64, 8), DotTile(16, 32, 4))
-SPANS = (4, 2, 1)  # blocks of a step where few workgroups leave time to wait for loads
+SPANS = (4, 2, 1)  # blocks of a step to choose from, if there are few workgroups to hide the latency of loads
 
 
 def _fitting(tiles: tuple[DotTile, ...], of: Product) -> list[DotTile]:
-    """Those of whole tokens. ValueError unless tokens are a multiple of 16."""
+    """The tiles whose tokens divide those of the product. Raises ValueError unless tokens are a multiple of 16."""
     found = [tile for tile in tiles if of.tokens % tile.tokens == 0 and tile.threads_m * LANES <= of.arch.threads]
     if not found:
         raise ValueError(f"{of.tokens} tokens are no tiles of 16")
@@ -58,27 +58,27 @@ def _fitting(tiles: tuple[DotTile, ...], of: Product) -> list[DotTile]:
 def choose(of: Product) -> DotTile:
     """The default tile."""
     arch = of.arch
-    # Without a dot product instruction code is four times as long, and so is compile time. Where LANES lanes are no
-    # part of a wave that exchanges values, the epilogue uses LDS, too.
+    # Without a dot product instruction, code is four times as long, and so is compile time. If LANES lanes cannot
+    # exchange values within a wave, the epilogue uses LDS, too.
     few = not arch.dot or not arch.subgroups or arch.wave < LANES
     tile = _fitting(TILES[few:], of)[0]
     return DotTile(tile.tokens, max(LANES, tile.rows // of.weights), tile.threads_m)
 
 
 def choose_exact(of: Product) -> DotTile:
-    """The default tile of a float32 product with few rows, such as a router's: the largest that fills the GPU, else the
-    smallest."""
+    """The default tile of a float32 product with few rows, such as a router's: the largest one with enough workgroups
+    for the GPU, otherwise the smallest."""
     tiles = _fitting(EXACT_TILES, of)
     fills = (tile for tile in tiles if of.tokens // tile.tokens * -(-of.rows // tile.rows) >= of.arch.units)
     return next(fills, tiles[-1])
 
 
-# Weights are staged a piece at a time: half a block of 32 columns of one row, columns 8*part .. 8*part + 7 and 16 +
-# 8*part .. 16 + 8*part + 7 (part 0 or 1: what two words of nibbles hold).
+# Weights are staged in pieces. A piece is half a block of 32 columns of one row: columns 8*part .. 8*part + 7 and
+# 16 + 8*part .. 16 + 8*part + 7, for part 0 or 1. These are the columns of two words of nibbles.
 
 
 def columns_of(part: Expr) -> tuple[Expr, Expr]:
-    """First columns, within their block, of the two runs of eight that make a piece."""
+    """The first columns, within the block, of the two times eight columns of a piece."""
     return 8 * part, 16 + 8 * part
 
 
@@ -86,14 +86,14 @@ def columns_of(part: Expr) -> tuple[Expr, Expr]:
 
 
 class _RegisterGemm(SteppedGemm[DotTile]):
-    """What both kinds of arithmetic share. Values are one row each; 32 neighbouring lanes hold 32 neighbouring rows,
-    the first a multiple of 32."""
+    """The common part of both kinds of arithmetic. `store` gets the value of one row; 32 neighbouring lanes hold 32
+    neighbouring rows, the first a multiple of 32."""
 
     choices: ClassVar = {"tokens": (16, 32, 64, 128), "rows": (32, 64, 128), "threads_m": (1, 2, 4, 8)}
     columns = BLOCK
-    row_words = BLOCK  # of an LDS row
-    dtype = "float32"  # of these
-    factors_bytes = 0  # of scales and the like beside an LDS row
+    row_words = BLOCK  # words of a row in LDS
+    dtype = "float32"  # dtype of these words
+    factors_bytes = 0  # bytes of scales and minimums for a row in LDS
     rows_side_by_side = LANES
 
     def __init__(self, of: Product, tile: DotTile):
@@ -155,27 +155,27 @@ class _RegisterGemm(SteppedGemm[DotTile]):
 
     @abstractmethod
     def _fetch_piece(self, weight: Weight, row: Expr, block: Expr, part: Expr) -> Any:
-        """The loads of a piece, in registers."""
+        """Loads a piece into registers."""
 
     def _x_pieces(self) -> Iterator[tuple[Expr, Expr]]:
-        """Token and first column of each run of eight activations that this thread stages."""
+        """(token, first column) of each eight activations that this thread stages."""
         runs = self.columns // 8
         for c in self._staged(self.tile.tokens * runs):
             yield c // runs, c % runs * 8
 
     def _w_pieces(self) -> Iterator[tuple[Expr, Expr, Expr]]:
-        """Row, block and part of each piece of a weight that this thread stages."""
+        """(row, block, part) of each piece of a weight that this thread stages."""
         pieces = self.columns // PIECE
         for c in self._staged(self.tile.rows * pieces):
             yield c // pieces, c % pieces // 2, c % 2
 
 
-# of a row: words of codes, scales and minimums of groups of columns
+# of a row: (words of codes, scales of groups of columns, minimums of groups of columns)
 Operands = tuple[list[Expr], list[Expr], list[Expr]]
 
 
 class DotGemm(_RegisterGemm):
-    """int8 formats; activations (A seen as int32 [m, K/32, 8], S float32 [m, K/32, 4])."""
+    """For int8 formats. Activations: A, viewed as int32 [m, K/32, 8], and S float32 [m, K/32, 4]."""
 
     row_words, dtype, factors_bytes = QUADS, "int32", 4 * FIELDS
 
@@ -218,15 +218,15 @@ class DotGemm(_RegisterGemm):
                 codes = [T.Bind(T.reinterpret("int32", word)) for word in codes]
                 for i, column in enumerate(columns_of(part)):
                     put(self.w_lds[w], vector(codes[2 * i : 2 * i + 2]), at(row * self.ld + column // 4, 2))
-                # both parts of a block write the same
+                # both parts of a block write the same values
                 lows = [T.Bind(x) for x in scales.lows()] if fmt.minimum else []
                 for values, lds in ((scales.factors(), self.scales[w]), (lows, self.minimums[w])):
                     for g, value in enumerate(values):
                         put(lds, value, g * self.tile.rows + row)
 
     def _multiply(self, work: TileWork) -> None:
-        # On Vulkan all weights share the activations' registers: drivers merge equal loads, and would keep those of all
-        # tokens.
+        # On Vulkan the loop over weights is inside that over tokens, so that weights share the activations' registers.
+        # Otherwise drivers would merge equal loads, and keep the activations of all tokens in registers.
         numbers = range(self.weights)
         for group in [numbers] if self.arch.api == "vulkan" else [[w] for w in numbers]:
             operands = {w: self._operands(w, work.weights[w].fmt) for w in group}
@@ -239,7 +239,7 @@ class DotGemm(_RegisterGemm):
                         put(self.sums, self._added(self.sums[where], own, x, s), where)
 
     def _operands(self, w: int, fmt: Format) -> list[Operands]:
-        """Of each of this lane's rows of a weight."""
+        """The operands of each of this lane's rows of a weight."""
         rows, groups = [self.lane + i * LANES for i in range(self.row_count)], BLOCK // fmt.group
         codes = [self._words(self.w_lds[w], row) for row in rows]
 
@@ -250,7 +250,7 @@ class DotGemm(_RegisterGemm):
         return list(zip(codes, scales, factors(self.minimums[w]) if fmt.minimum else [[] for _ in rows], strict=True))
 
     def _added(self, total: Expr, own: Operands, x: list[Expr], s: Expr) -> Expr:
-        """The total plus the block's products of a row and a token. x: the token's words; s: its fields."""
+        """The total plus the products of a row and a token in the block. x: the token's words; s: its fields of S."""
         codes, scales, minimums = own
         groups = len(scales)
         first_sum = groups  # field of S with d*sum(q) of the first group: 1 for all 32 columns, 2 and 3 for 16
@@ -264,14 +264,14 @@ class DotGemm(_RegisterGemm):
         return total
 
     def _words(self, lds: Buffer, row: Expr) -> list[Expr]:
-        """The eight words of a row of LDS."""
+        """The eight words of a row in LDS."""
         halves = [T.Bind(lds[at(row * self.ld + first, 4)]) for first in (0, 4)]
         return [lane_of(half, i) for half in halves for i in range(4)]
 
 
 class FloatGemm(_RegisterGemm):
-    """Float formats; activations (X float32 [m, K],). On an arch with matrix units for few rows, whose workgroups do
-    not fill the GPU: a step has several blocks."""
+    """For float formats. Activations: X float32 [m, K]. An arch with matrix units uses it only for few rows, whose
+    workgroups do not fill the GPU; a step then has several blocks."""
 
     def __init__(self, of: Product, tile: DotTile):
         for span in SPANS if of.arch.matrix else (1,):
@@ -307,6 +307,6 @@ class FloatGemm(_RegisterGemm):
                         put(self.sums, total, self._sum(w, t, i))
 
     def _quad(self, lds: Buffer, row: Expr, quad: Expr) -> list[Expr]:
-        """Four neighbouring columns of a row of LDS."""
+        """Four neighbouring columns of a row in LDS."""
         four = T.Bind(lds[at(row * self.ld + quad * 4, 4)])
         return [lane_of(four, c) for c in range(4)]

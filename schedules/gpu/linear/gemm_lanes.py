@@ -1,18 +1,19 @@
-"""The GEMM tile on cooperative matrices whose lanes are known: weights go from memory to registers to matrices.
+"""The GEMM tile on cooperative matrices whose distribution over lanes is known: weights go from memory to registers to
+matrix instructions, without shared memory.
 
-As in `gemm_coop.py`, operands are float16 and sums float32, but weights are operand A (rows x columns) and activations
-operand B (columns x tokens), and nothing is staged in shared memory: each lane decodes just those weights that are its
-components of the matrices, and loads just those activations. That takes a driver that distributes matrices over the
-lanes in a known way, which the runtime checks (runtime/devices/vulkan/fragments.py).
+As in `gemm_coop.py`, operands are float16 and sums float32. But weights are operand A (rows x columns) and activations
+operand B (columns x tokens), and each lane decodes and loads exactly the elements that it holds of the matrices. The
+driver must distribute matrices over lanes in a known way, which the runtime checks
+(runtime/devices/vulkan/fragments.py).
 
-The columns are taken in an order of our own, which a sum over them allows. A subgroup takes `GROUP` blocks of 32
-columns at a time. Of its lanes lane 4*r + q has block q of rows r and r + 8 of every 16, and block q of the token r of
-every eight: the four runs (`quantize.py`) of a block are the lane's components of eight matrices. Weights are therefore
-read in 16 bytes a lane, and so are activations, which come in the order of the lanes ("lanes"). The weights of
-a subgroup's next group are loaded while those of this one are multiplied.
+The order of columns does not matter for a sum. A subgroup takes `GROUP` blocks of 32 columns at a time. Lane 4*r + q
+has block q of rows r and r + 8 of every 16 rows, and block q of token r of every eight tokens. The four runs
+(`quantize.py`) of its block are its elements of eight matrices. So a lane reads weights in 16 bytes at a time, and
+activations, too, which are stored in the order of lanes (layout "lanes"). The weights of the next group of columns are
+loaded while those of this group are multiplied.
 
-The subgroups of a workgroup share out its rows, its tokens and the columns; at the end the sums meet in shared memory
-(`lane_results.py`). Which tile a kernel has: `lane_tiles.py`.
+The subgroups of a workgroup divide its rows, tokens and columns between them. At the end, sums are added in shared
+memory (`lane_results.py`). `lane_tiles.py` chooses the tile.
 """
 
 import functools
@@ -32,13 +33,13 @@ from mlc_amd.schedules.gpu.linear.gemm_tile import TileWork
 from mlc_amd.schedules.gpu.linear.lane_results import GROUP, ROWS, UNIT, LaneResults
 from mlc_amd.schedules.tir import Buffer, Expr
 
-RUN_UNIT = UNIT // RUNS  # halves of a subgroup's loads of a run
+RUN_UNIT = UNIT // RUNS  # float16 elements that a subgroup loads of a run
 UNIT_WORDS = 4
-BLOCKS = 16  # of 32 columns that a lane has loaded, at most
-RESIDENT = 4  # workgroups that a compute unit holds at once
+BLOCKS = 16  # upper limit of the blocks of 32 columns that a lane has loaded
+RESIDENT = 4  # workgroups that a compute unit can hold at the same time
 
 Decoder = Callable[[Expr], Expr]  # of a block: number of a run -> float16x8
-Unit = tuple[Expr, Expr | None]  # block of a row that a lane takes, whether it counts (None: it does)
+Unit = tuple[Expr, Expr | None]  # (block of a row that a lane takes, whether it exists; None if it always does)
 
 
 class LaneGemm(LaneResults):

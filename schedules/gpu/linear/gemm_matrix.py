@@ -1,18 +1,18 @@
 """The GEMM tile on AMD's matrix units (WMMA of gfx11 and gfx12, MFMA of gfx9) of either API: each lane decodes its own
 operands.
 
-The lanes of an operand are known (`matrices.py`), so nothing is staged in LDS and waves do not wait for each other:
-a lane loads a block of 32 columns of its own row, decodes it into its operand registers (`coop_load.py`), and loads the
-activations of the same columns, which lie in the order of the lanes (layout "lanes": `quantize.py`). The weights of the
-next step are loaded while those of this one are multiplied. Where the halves of a wave hold the same operands (gfx11),
-each decodes a block, and they exchange these through LDS.
+The distribution of operands over lanes is known (base/matrices.py), so nothing is staged in LDS, and waves do not wait
+for each other. A lane loads a block of 32 columns of its own row, and decodes it into its operand registers
+(`coop_load.py`). It loads the activations of the same columns, which are stored in the order of lanes (layout "lanes":
+`quantize.py`). The weights of the next step are loaded while those of this step are multiplied. On gfx11, where both
+halves of a wave hold the same operands, each half decodes a block, and they exchange these through LDS.
 
-The sum over columns may take them in any order: the lanes that hold different columns of an instruction's operand (two
-or four groups of 16) have a block each, and an instruction takes some columns of each of these blocks.
+The order of columns does not matter for a sum. The groups of 16 lanes (two or four) that hold different columns of an
+instruction's operand have a block each, and an instruction takes some columns of each of these blocks.
 
-The waves of a workgroup share out its tokens, rows and columns; sums of waves along the columns meet in LDS. A lane's
-accumulators belong to one token and to consecutive rows, so results are stored in wide vectors. Where the unit scatters
-rows over accumulators, lanes take rows in the order that undoes it (`matrices.py`).
+The waves of a workgroup divide its tokens, rows and columns between them; sums of waves with different columns are
+added in LDS. A lane's accumulators are of one token and consecutive rows, so results are stored in wide vectors. On
+units that assign rows to accumulators in another order, lanes load rows in the inverse order (`MatrixUnit.row`).
 """
 
 import math

@@ -1,28 +1,32 @@
-"""The GEMM tile on AMD's int8 matrix units: as `gemm_matrix.py`, with activations as int8 and the codes of weights as
-they are.
+"""The GEMM tile on AMD's int8 matrix units: `gemm_matrix.py` with int8 activations, and the codes of weights as int8.
 
-Of gate and up only: half of a model's products and more, whose common input, a norm's result, adds least to the
-divergence from exact logits when it is rounded (docs/performance.md).
+It is used only for gate and up. These are at least half of a model's products, and their input is the result of a norm,
+whose rounding adds the least to the divergence from exact logits (docs/performance.md).
 
-Activations in the layout "lanes" become int8 in a launch before, a token's GROUP columns sharing a scale, amax / 127:
+A launch before converts activations in the layout "lanes" to int8. GROUP columns of a token share a scale, amax / 127:
 
-    A  uint32 [tiles of 16 tokens, groups, words]   what lanes (`Int8Unit`) load, 16 bytes of each side by side: of
-                                                    each block in turn the words of its first half, of its second one
-    S  float32 [tiles, groups, 16]                  scales, those of a lane's sums side by side
-    Q  float16 [tiles, groups, elements]            sums of 8 columns' int8, likewise: at most 1016, which is exact
+    A  uint32 [tiles of 16 tokens, groups, words]   in the order in which lanes (`Int8Unit`) load them, 16 bytes of each
+                                                    lane side by side: for each block the words of its first half, then
+                                                    those of its second half
+    S  float32 [tiles, groups, 16]                  scales; those of a lane's sums are side by side
+    Q  float16 [tiles, groups, elements]            sums of 8 columns of int8, in the same order; at most 1016, so exact
 
-Tokens are the rows of the product: all sums of a lane are of one row of a weight, whose scales are scalars of the lane.
-A block's sums need no conversion: an instruction adds to the bits of BASE, which as a float32 counts ones, so the
-result is BASE + sum. A group's total is
+Tokens are the rows of the product. So all sums of a lane are of one row of a weight, whose scales are scalars of the
+lane.
+
+The int32 sums of a block need no conversion to float32. The instruction adds the products to the bits of BASE, a
+float32 around which consecutive float32 differ by 1; so the bits of the result, as a float32, are BASE + sum. The total
+of a group is
 
     sum over blocks of scale * (BASE + sum) - BASE * (sum over blocks of scale)
 
-which starts with the last term: one multiply-add a sum. It is rounded to some units of the scale, as BASE is 2**23. So
-codes are moved up until they fill a byte (`shift_of`); then that is one to four hundredths of what rounding the
-activations does.
+The computation starts with the last term, so that there is one multiply-add for each sum. Because BASE is about 2**23,
+the total is rounded to some units of the scale. Codes are therefore shifted up until they fill a byte (`shift_of`).
+Then this rounding is 1 to 4 % of the rounding of activations.
 
-Minimums add their product with Q, one float16 instruction for all of a group, whose products are exact. Then totals are
-multiplied by the tokens' scales. At the end lanes exchange their sums through LDS, to have one token's.
+For formats with minimums, the product of minimums and Q is added, by one float16 instruction for a group, whose
+products are exact. Then totals are multiplied by the tokens' scales. At the end, lanes exchange sums through LDS, so
+that each has the sums of one token.
 """
 
 from collections.abc import Sequence

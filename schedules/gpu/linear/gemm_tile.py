@@ -1,10 +1,13 @@
-"""What all GEMM kernels have in common: the product, a workgroup's tile of it, and the interface of tile routines.
+"""The common part of all GEMM kernels: the product, a workgroup's tile of it, and the interface of tile routines
+(`Gemm`).
 
-A kernel launches `token_tiles` by `row_tiles` workgroups of `threads` threads, calls `allocate` there, and then `emit`
-for any number of tiles, of which each workgroup computes one (`gemm.py`).
-The routines are those of `gemm_matrix.py` (AMD's matrix units), `gemm_lanes.py` and `lane_tiles.py` (cooperative
-matrices of few tokens whose lanes are known), `gemm_coop.py` (cooperative matrices of any lanes) and `gemm_dot.py`
-(without matrices).
+A kernel launches `token_tiles` by `row_tiles` workgroups of `threads` threads. In the launch it calls `allocate`, then
+`emit` for any number of kinds of tiles, of which each workgroup computes one (`gemm.py`). The routines:
+
+    gemm_matrix.py                  AMD's matrix units, float16; gemm_matrix_int8.py: int8
+    gemm_lanes.py, lane_tiles.py    cooperative matrices whose distribution over lanes is known
+    gemm_coop.py                    other cooperative matrices
+    gemm_dot.py                     without matrix units
 """
 
 from abc import ABC, abstractmethod
@@ -30,20 +33,20 @@ Multiplied = Linear | GateUp | ExpertLinear | ExpertGateUp
 
 @dataclass(frozen=True)
 class Product:
-    """What a kernel multiplies."""
+    """The product that a kernel computes."""
 
     arch: Device
-    layout: str  # of the activations
-    formats: tuple[Format, ...]  # of the weights
-    m: int  # tokens; slots, where there are experts
+    layout: str  # layout of the activations
+    formats: tuple[Format, ...]  # formats of the weights
+    m: int  # tokens, or slots of experts
     k: int  # columns
-    rows: int  # of all segments
-    weights: int = 1  # of one shape that share a tile (gate and up: 2)
-    expert_slots: int = 0  # slots of a tile of one expert; 0: there are no experts
+    rows: int  # rows of all segments
+    weights: int = 1  # weights of the same shape that share a tile (gate and up: 2)
+    expert_slots: int = 0  # slots of a tile of one expert; 0 without experts
 
     @property
     def tokens(self) -> int:
-        """Those that tiles divide: of one expert, or all."""
+        """The number of tokens that tiles must divide: the slots of one expert, or all tokens."""
         return self.expert_slots or self.m
 
     @property
@@ -52,7 +55,7 @@ class Product:
 
 
 def product_of(op: Multiplied, arch: Device) -> Product:
-    """What the operator's kernel multiplies."""
+    """The product of an operator's kernel."""
     weights = 2 if isinstance(op, GateUp | ExpertGateUp) else 1
     m, expert_slots = (op.of.slots(op.m), op.tile) if isinstance(op, ExpertLinear | ExpertGateUp) else (op.m, 0)
     rows = sum(padded(n) for _, n in op.weights) // weights
@@ -61,14 +64,14 @@ def product_of(op: Multiplied, arch: Device) -> Product:
 
 @dataclass(frozen=True)
 class Tile:
-    """A workgroup's tile: tokens, and rows of each weight."""
+    """The size of a workgroup's tile: tokens, and rows of each weight."""
 
     tokens: int
     rows: int
 
 
 class Weight(NamedTuple):
-    """A weight of `rows` rows, padding included."""
+    """A weight. rows: number of rows, with padding."""
 
     fmt: Format
     planes: Planes
@@ -77,19 +80,20 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class TileWork:
-    """What a workgroup does to one tile, which begins at token0 and row0."""
+    """The work of a workgroup on a tile, which begins at token0 and row0."""
 
     acts: Sequence[Buffer]  # the activations
-    weights: Sequence[Weight]  # that share the tile
+    weights: Sequence[Weight]  # the weights that share the tile
     token0: Expr
     row0: Expr
-    # Called with (token, row, values): per weight the float32 results of the token for the rows from `row` on, one or a
-    # vector of consecutive ones, all of them below the weight's rows.
+    # The routine must call store(token, row, values) for its results. values: for each weight the float32 result of the
+    # token and row, or a vector for the rows from `row` on, all of which exist.
     store: Callable[..., None]
-    first: Expr = None  # the row of a stack of weights that is row 0 of these
-    factors: RowFactors | None = None  # those of a norm that the kernel completes
+    first: Expr = None  # row 0 of these weights is this row of a stack of weights
+    factors: RowFactors | None = None  # the factors of a norm that the kernel completes
     zero: Expr = None  # an int32 that is 0, which the compiler does not know
-    # called with (token, row) as early as possible: what `store` gets after the values, or None: it gets no more
+    # If not None, the routine may call early(token, row) before its sums are complete, and must then pass the result to
+    # `store`, after the values.
     early: Callable[[Expr, Expr], tuple] | None = None
 
     @property
@@ -101,22 +105,22 @@ class TileWork:
         return any(weight.fmt.kind == "float" for weight in self.weights)
 
     def viewed(self, span: int = 1) -> "TileWork":
-        """The same with planes of `load.views`."""
+        """The same work, with the planes as `load.views` returns them."""
         weights = [weight._replace(planes=load.views(weight.fmt, weight.planes, span)) for weight in self.weights]
         return replace(self, weights=weights)
 
     def weight_row(self, row: Expr, weight: Weight, height: int) -> Expr:
-        """The row to load for `row` by tiles of that height: for one after the weight's last row, that."""
+        """The row to load for `row` in tiles of so many rows: itself, or the weight's last row if it does not exist."""
         row = T.min(row, weight.rows - 1) if weight.rows % height else row
         return T.Bind(row if self.first is None else self.first + row)
 
     def if_row(self, row: Expr, height: int) -> Expr | None:
-        """Whether the row exists; None: all rows of tiles of that height do."""
+        """Whether the row exists; None if all rows of tiles of this height do."""
         return row < self.rows if self.rows % height else None
 
     @staticmethod
     def if_token(token: Expr, m: int, width: int) -> Expr | None:
-        """Whether the token exists; None: all tokens of tiles of that width do."""
+        """Whether the token exists; None if all tokens of tiles of this width do."""
         return token < m if m % width else None
 
 
@@ -124,29 +128,29 @@ TileT = TypeVar("TileT", bound=Tile)
 
 
 class Gemm(ABC, Generic[TileT]):
-    """The tile routine of one kernel. ValueError for a tile that does not fit."""
+    """The tile routine of one kernel. Raises ValueError for a tile that does not fit."""
 
-    choices: ClassVar[dict[str, tuple[int, ...]]]  # values of each field of the tile that are worth measuring
-    rows_side_by_side = 1  # rows that neighbouring lanes hold when `store` is called
-    row_stride = 1  # how far apart lanes are that hold a token's next rows then, where it prepares norms
-    completes_norms = False  # whether it completes and prepares norms (`deferred_norm.py`)
-    cuts_tiles = False  # whether tokens may be no multiple of a tile's
-    factor_units: Units | None = None  # where in shared memory that it has the factors of a norm go
-    threads: int  # of a workgroup
-    thread: Expr  # as of `allocate`
+    choices: ClassVar[dict[str, tuple[int, ...]]]  # for tuning: values of each field of the tile
+    rows_side_by_side = 1  # number of rows that neighbouring lanes hold when `store` is called
+    row_stride = 1  # distance between the lanes that hold neighbouring rows of a token then; needed to prepare norms
+    completes_norms = False  # whether it can complete and prepare norms (`deferred_norm.py`)
+    cuts_tiles = False  # whether the number of tokens need not be a multiple of a tile's
+    factor_units: Units | None = None  # shared memory of the routine to use for the factors of a norm
+    threads: int  # threads of a workgroup
+    thread: Expr  # the argument of `allocate`
 
     def __init__(self, of: Product, tile: TileT):
         self.of, self.tile, self.arch, self.k, self.weights = of, tile, of.arch, of.k, of.weights
         self.token_tiles = -(-of.m // tile.tokens)
 
     def prepared(self, state: Buffer, acts: list[Buffer]) -> list[Buffer]:
-        """`TileWork.acts` of the activations' parameters. To be called after the last parameter: it may declare views,
-        or emit a launch that makes them."""
+        """`TileWork.acts` from the parameters of the activations. To be called after the last parameter is declared: it
+        may declare views, or emit a launch that converts activations."""
         return acts
 
     @abstractmethod
     def allocate(self, thread: Expr) -> None:
-        """Declares shared memory and registers inside the launch; `thread`: threadIdx.x."""
+        """Declares shared memory and registers, inside the launch. thread: threadIdx.x."""
 
     @abstractmethod
     def emit(self, work: TileWork) -> None:
@@ -154,30 +158,32 @@ class Gemm(ABC, Generic[TileT]):
 
     @abstractmethod
     def loads(self) -> float:
-        """Bytes that a thread has in flight. ValueError for a tile that is not worth measuring: a thread would hold or
-        unroll too much."""
+        """The bytes of loads that a thread has in flight. Raises ValueError for a tile with which a thread would need
+        too many registers or too much code; tuning does not measure it."""
 
     def _staged(self, total: int) -> Iterator[Expr]:
-        """Numbers of what this thread stages, of `total`; surplus threads repeat the last one."""
+        """The numbers, of 0 .. total-1, of the items that this thread stages. Threads without an item repeat the last
+        one."""
         return (number for number, _ in each_owned(self.thread, self.threads, total))
 
     def row_tiles(self, rows: int) -> int:
         return -(-rows // self.tile.rows)
 
     def is_quick(self, workgroups: int) -> bool:
-        """Whether what a workgroup waits for decides how long the kernel takes: all of them are resident at once."""
+        """Whether all workgroups are resident at the same time, so that the latency of a workgroup is the kernel's
+        time."""
         return False
 
     def live_and_zero(self, state: Buffer, token0: Expr, quick: bool) -> tuple[Expr, Expr]:
-        """(whether a tile has live tokens, `TileWork.zero`)."""
+        """(condition whether a tile has live tokens, `TileWork.zero`)."""
         return token0 < live_rows(state, self.of.m), self.zero(state)
 
     def zero(self, state: Buffer) -> Expr:
-        """`TileWork.zero`; None where the tile has no use for it."""
+        """`TileWork.zero`; None if the routine does not use it."""
         return None
 
     def factors(self, norm: CompletedNorm | None, token0: Expr, first: Expr, quick: bool) -> RowFactors | None:
-        """The factors of a tile's tokens, of a norm that the kernel completes; None without one. first: whether the
+        """The factors of a tile's tokens for a norm that the kernel completes; None without one. first: whether the
         workgroup writes the norm's scales."""
         if norm is None:
             return None
@@ -186,10 +192,10 @@ class Gemm(ABC, Generic[TileT]):
 
 
 # ---- steps
-# Tiles that go through the columns in steps: both operands of a step are staged in shared memory, from which all
-# threads of the workgroup multiply them. The next step's global loads are issued before this step's multiplications.
+# Routines that stage both operands in shared memory, some columns in each step. All threads of the workgroup multiply
+# from there. The global loads of the next step are issued before the multiplications of this step.
 
-Loaded = tuple[list, list]  # registers of a step: of the activations, and for each weight
+Loaded = tuple[list, list]  # registers with a step's loads: (of the activations, of the weights)
 
 
 def workgroups(tile: Tile, of: Product) -> int:
@@ -197,20 +203,20 @@ def workgroups(tile: Tile, of: Product) -> int:
 
 
 class SteppedGemm(Gemm[TileT]):
-    """columns: of a step."""
+    """A routine with such steps. columns: of a step."""
 
     columns: int
 
     @abstractmethod
     def _stage(self, work: TileWork, loaded: Loaded) -> None:
-        """Registers to shared memory."""
+        """Stores the registers of a step to shared memory."""
 
     @abstractmethod
     def _multiply(self, work: TileWork) -> None:
-        """Adds the products of what is in shared memory to the sums."""
+        """Adds the products of the operands in shared memory to the sums."""
 
     def _sum_up(self, work: TileWork) -> None:
-        """The products of all columns."""
+        """Adds up the products of all columns."""
         self._stage(work, self._fetch(work, T.int32(0)))
         barrier()
         with T.serial(self.k // self.columns) as step:
@@ -221,16 +227,16 @@ class SteppedGemm(Gemm[TileT]):
             barrier()
 
     def _fetch(self, work: TileWork, step: Expr) -> Loaded:
-        """The global loads of a step."""
+        """Issues the global loads of a step."""
         return self._fetch_acts(work, step), self._fetch_weights(work, step)
 
     @abstractmethod
     def _fetch_acts(self, work: TileWork, step: Expr) -> list:
-        """Those of activations."""
+        """The loads of activations of a step."""
 
     @abstractmethod
     def _fetch_weights(self, work: TileWork, step: Expr) -> list:
-        """Those of weights."""
+        """The loads of weights of a step."""
 
     def _weight_row(self, work: TileWork, row: Expr, weight: Weight) -> Expr:
         """The row to load for row number `row` of the tile."""

@@ -1,14 +1,17 @@
-"""Linear layers of one to FEW tokens on the GPU: y[m, n] = sum over k of w[n, k] * x[m, k], and the first half of a
-feed-forward layer. Float weights of few rows, such as routers, take up to SOME tokens, FEW at a time.
+"""Linear layers of 1 to FEW tokens on the GPU (GEMV): y[m, n] = sum over k of w[n, k] * x[m, k], and the first half of
+a feed-forward layer. Float weights with few rows, such as routers, take up to SOME tokens, FEW at a time.
 
-Parameters are those of `linear_args.py`: activations are in the layout "rows" for int8 formats, float32 for float ones.
+Parameters are those of `linear_args.py`. Activations are in the layout "rows" for int8 formats, and float32 for float
+formats.
 
-`lanes` lanes of a wave process a row's units (`load.py`) interleaved, so that a load instruction reads contiguous
-memory; their sums are reduced by lane shuffles at the end. A group of lanes works on several rows at once, which share
-the activations' registers. Nothing goes through LDS but blocks of 32 results that are quantized: those of
-`gate_up_swiglu`, and of a linear that prepares a norm. Memory bound: what matters is that enough 128-bit loads are in
-flight. So are a few tokens: weights are loaded and decoded once, then multiplied with each token's activations, which
-caches keep. All m tokens are computed, live or not.
+A group of `lanes` lanes of a wave processes the units (`load.py`) of a row, interleaved, so that a load instruction
+reads contiguous memory. At the end lane shuffles reduce the sums. A group works on several rows at the same time, which
+share the registers of activations. LDS is used only for blocks of 32 results that are quantized (those of
+`gate_up_swiglu`, and of a linear that prepares a norm) or exchanged with other GPUs.
+
+GEMVs are bound by memory: enough 128-bit loads must be in flight. This also holds for a few tokens: weights are loaded
+and decoded once, and multiplied with the activations of each token, which are in caches. All m tokens are computed,
+whether live or not.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,15 +45,16 @@ from mlc_amd.schedules.gpu.linear.linear_args import (
 from mlc_amd.schedules.operators import ExpertDown, ExpertGateUp, GateUp, HeadLinear, Linear
 from mlc_amd.schedules.tir import Buffer, Expr
 
-VECTORS = ("rows", "")  # layouts of activations that it multiplies; others of few tokens are for matrix units
-SOME = 64  # tokens of float weights that do not fill the GPU as a GEMM
+VECTORS = ("rows", "")  # layouts of activations that GEMVs take; the other layouts are for matrix units
+SOME = 64  # upper limit of the tokens for float weights whose GEMM would not fill the GPU
 
 plans = gemv_plan.plans
 
 
 def suits(op: Linear | GateUp | ExpertGateUp, arch: Device) -> bool:
-    """Whether the operator is a GEMV: of few tokens, or a linear of float weights whose GEMM has fewer tiles than the
-    GPU compute units, each to go through all columns alone: on an H100, a router of 128 x 2048 takes 31 us."""
+    """Whether the operator is computed by a GEMV: it has few tokens; or it is a linear of float weights whose GEMM
+    would have fewer tiles than the GPU has compute units, where each tile has to go through all columns (on an H100, a
+    router of 128 x 2048 then takes 31 us)."""
     if isinstance(op, ExpertGateUp):
         return op.tile == 1
     if op.m <= FEW:
@@ -66,7 +70,7 @@ def _kinds(op: Linear | HeadLinear | GateUp | ExpertGateUp | ExpertDown) -> set[
 
 
 def check(op: Linear | HeadLinear | GateUp | ExpertGateUp | ExpertDown) -> None:
-    """ValueError for what is no GEMV."""
+    """Raises ValueError for an operator that no GEMV computes."""
     kinds, m = _kinds(op), 1 if isinstance(op, ExpertGateUp | ExpertDown) else op.m
     some = isinstance(op, Linear) and FEW < m <= SOME and m % FEW == 0 and kinds == {"float"} and not op.norm_out
     layouts = {"rows" if kind == "int8" else "" for kind in kinds}
@@ -78,7 +82,7 @@ def check(op: Linear | HeadLinear | GateUp | ExpertGateUp | ExpertDown) -> None:
 
 
 def _group(arch: Device, lane: Expr, wave: Expr, lanes: int, waves: int) -> Expr:
-    """Number of this lane's group of `lanes` in the workgroup."""
+    """The number of this lane's group of `lanes` lanes in the workgroup."""
     wave = uniform(arch, wave) if waves > 1 else T.int32(0)
     return wave if lanes == arch.wave else T.Bind(wave * (arch.wave // lanes) + lane // lanes)
 
@@ -87,9 +91,9 @@ def emit_segment(
     arch: Device, split: Split, segment: Segment, views: Planes, tokens: Callable[[Expr], Tokens],
     thread: tuple[Expr, ...], residual: Buffer | None = None, first_token: Expr = 0, factors: RowFactors | None = None,
 ) -> None:  # fmt: skip
-    """A workgroup's rows of a segment. tokens(row): what a group of rows from `row` on is multiplied with; thread:
-    number of the workgroup among those of the segment, lane, wave; first_token: number of the first of the tokens;
-    factors: of a norm that is completed, of several tokens already computed."""
+    """Emits the code for a workgroup's rows of a segment. tokens(row): the activations for the group of rows from `row`
+    on. thread: (number of the workgroup among those of the segment, lane, wave). first_token: number of the first
+    token. factors: of a norm to complete; for several tokens they must be computed already."""
     fmt, n, _, bias, Y = segment
     rows, count, (workgroup, lane, wave) = padded(n), split.plan.rows, thread
     first = T.Bind(workgroup * split.rows + _group(arch, lane, wave, split.lanes, split.plan.waves) * count)
@@ -116,8 +120,8 @@ def _emit_block(
     arch: Device, plan: Plan, weights: Sequence[tuple[Format, Planes]], first: Expr, tokens: Tokens, lane: Expr,
     wave: Expr,
 ) -> Buffer:  # fmt: skip
-    """The products of 32 rows from `first` on of each weight with each token, in shared memory: [tokens * weights, 32].
-    A barrier must follow."""
+    """Computes the products of 32 rows from `first` on of each weight with each token. Returns shared memory [tokens *
+    weights, 32] with them. A barrier must follow."""
     rows, lanes, groups = plan.rows, plan.lanes, plan.waves * arch.wave // plan.lanes
     products = T.alloc_buffer((len(tokens) * len(weights), BLOCK), "float32", scope="shared")
     group, part = _group(arch, lane, wave, lanes, plan.waves), T.Bind(lane % lanes)
@@ -134,8 +138,8 @@ def _emit_block(
 def _block_parts(
     arch: Device, m: int, lane: Expr, wave: Expr, waves: int, width: int = WIDTH
 ) -> Iterator[tuple[Expr, Expr, Expr]]:
-    """What a thread takes of the tokens' blocks, BLOCK / width lanes one each: (token, first of `width` columns,
-    whether it is its own). After the last token they repeat it."""
+    """Distributes the blocks of tokens over threads; BLOCK / width lanes take a block. Yields (token, first of `width`
+    columns, whether the thread has a block; otherwise it gets the last token)."""
     lanes = BLOCK // width
     column = T.Bind(lane % lanes * width)
     for thread in range(0, m * lanes, waves * arch.wave):
@@ -147,7 +151,7 @@ def _block_parts(
 
 
 def _has_parts(arch: Device, m: int, wave: Expr, waves: int, width: int = WIDTH) -> Expr | None:
-    """Whether any of a wave's parts is its own; None: of each wave."""
+    """Whether a wave has any parts of `_block_parts`; None if all waves do."""
     busy = -(-m * BLOCK // width // arch.wave)
     return uniform(arch, wave) < busy if busy < waves else None
 
@@ -156,7 +160,7 @@ def _emit_prepared(
     arch: Device, plan: Plan, args: LinearBuffers, tokens: Tokens, factors: RowFactors | None,
     place: tuple[Expr, Expr, Expr],
 ) -> None:  # fmt: skip
-    """A block of a linear that prepares a norm. place: number of the block, lane, wave."""
+    """Emits the code for a block of a linear that prepares a norm. place: (number of the block, lane, wave)."""
     ((fmt, _, planes, bias, Y),), norm, (block, lane, wave) = args.segments, args.prepared, place
     assert norm
     first, m, parts = T.Bind(block * BLOCK), len(tokens), []
@@ -183,9 +187,10 @@ def emit_added(
     arch: Device, added: Sum, Y: Buffer, waves: int, place: tuple[Expr, Expr, Expr],
     compute: Callable[[], Callable[[Expr, Expr, Expr], list[Expr]]],
 ) -> None:  # fmt: skip
-    """A block of 32 columns of products whose sum over several GPUs the kernel makes: they go to the others' workgroups
-    of the same number. place: number of the block, lane, wave; compute() emits the products of all tokens, and returns
-    result(token, column of the block, row), PAIR of them, which it may read after a barrier. Y: where these go."""
+    """Emits the code for a block of 32 columns of products whose all-reduce the kernel computes, too: the products are
+    sent to the workgroups with the same number on the other GPUs. place: (number of the block, lane, wave). compute():
+    emits the products of all tokens, and returns result(token, column of the block, row), which returns PAIR of them
+    and may only be called after a barrier. Y: the parameter for the products."""
     (block, lane, wave), (m, n) = place, (int(size) for size in Y.shape)
     added.round.begin(wave * arch.wave + lane, waves * arch.wave)
     result, parts = compute(), []
@@ -201,7 +206,7 @@ def emit_added(
             with when(mine):
                 for j in range(0, PAIR, WIDTH):
                     T.buffer_store(Y, vector(y[j : j + WIDTH]), [token, at(row + j, WIDTH)])
-    barrier()  # all threads of the workgroup have sent all, and read the count
+    barrier()  # all threads of the workgroup have sent their pairs, and have read the number of the round
     with when(_has_parts(arch, m, wave, waves, PAIR)):
         for token, column, row, pair, loaded, mine in parts:
             added.store(pair, token, row, result(token, column, row), loaded, mine)
@@ -212,7 +217,7 @@ def _emit_added_linear(
     arch: Device, plan: Plan, args: LinearBuffers, tokens: Tokens, factors: RowFactors | None,
     place: tuple[Expr, Expr, Expr], added: Sum,
 ) -> None:  # fmt: skip
-    """That of a linear. place: as of `_emit_prepared`."""
+    """`emit_added` for a linear. place: see `_emit_prepared`."""
     ((fmt, _, planes, bias, Y),), (block, lane, wave) = args.segments, place
 
     def compute() -> Callable[[Expr, Expr, Expr], list[Expr]]:
@@ -234,18 +239,18 @@ def _emit_added_linear(
 
 @builder
 def linear(op: Linear, arch: Device, state: Buffer, plan: Plan | None) -> None:
-    """Kernel with the parameters of `linear_args`. Segments are all int8 (layout "rows") or all float (layout ""). m:
-    1, 2, 4 or FEW, of float segments also a multiple of FEW up to SOME, of which those after the live ones are left as
-    they are. The columns of Y from n on are undefined. eps: for one token, in int8 formats. ValueError for segments
-    that cannot share a launch."""
+    """Kernel with the parameters of `linear_args`. Segments must all be int8 (layout "rows") or all float (layout "").
+    m: 1, 2, 4 or FEW; for float segments also a multiple of FEW up to SOME, of which tokens that are not live are not
+    written. Columns of Y from n on are undefined. op.eps: only for one token and int8 formats. Raises ValueError for
+    segments that cannot share a launch."""
     emit_linear(op, arch, state, plan)
 
 
 def emit_linear(
     op: Linear, arch: Device, state: Buffer, plan: Plan | None, adds: Callable[[], Sum] | None = None
 ) -> None:
-    """That of `linear`. adds: declares the exchange whose input is the linear's result, which the kernel makes, too, or
-    None; plan: then of a linear that prepares a norm."""
+    """Emits the code of `linear`. adds: declares an all-reduce of the linear's result, which the kernel then also
+    computes; None without one. plan: with `adds`, that of a linear that prepares a norm."""
     check(op)
     k, m, blocks = op.k, op.m, bool(op.norm_out or adds)
     if blocks:
@@ -262,7 +267,7 @@ def emit_linear(
         else:
             tokens = [gemv_rows.emit_norm(arch, args.acts, k, op.eps, lane, wave, waves)]
         factors = row_factors(args.completed, arch, lane, wave, waves)
-        if factors is not None and m > 1:  # segments are in an `if`, where no barrier may be
+        if factors is not None and m > 1:  # here, because segments are in an `if`, in which no barrier is allowed
             factors.compute()
             barrier()
         if blocks:
@@ -283,10 +288,10 @@ def emit_linear(
 
 @builder
 def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, state: Buffer, plan: Plan | None) -> None:
-    """Kernel with the parameters of `linear_args`. y = f(gate * x) * (up * x). n: a multiple of 32; both weights int8
-    (layout_in "rows") or both float (layout_in ""). m: 1, 2, 4 or FEW. A workgroup makes one block of 32 columns of y.
-    eps: as of `linear`. Experts are not sorted: each slot is a GEMV of one token and a row of the outputs. ValueError
-    for weights that cannot share a launch."""
+    """Kernel with the parameters of `linear_args`: y = f(gate * x) * (up * x). n: a multiple of 32. Both weights must
+    be int8 (layout_in "rows") or float (layout_in ""). m: 1, 2, 4 or FEW. A workgroup computes one block of 32 columns
+    of y. op.eps: see `linear`. Experts are not sorted: each slot is a GEMV of one token, and a row of the outputs.
+    Raises ValueError for weights that cannot share a launch."""
     check(op)
     check_blocks(op.n)
     fmts, n, k, m = [fmt for fmt, _ in op.weights], op.n, op.k, gemv_plan.gate_up_tokens(op)
@@ -295,7 +300,7 @@ def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, state: Buffer, plan:
     waves = plan.waves
     args = declare_gate_up(op)
     grid = (n // BLOCK, *slots)
-    # of several tokens: slots of one expert read its rows at the same time, all but the first from caches
+    # with several tokens, slots of the same expert read its rows at the same time, all but the first from caches
     turn = -1 if slots and op.m > 1 else 1
     with launch(grid[::turn], (arch.wave, waves)) as (*places, lane, wave), ExitStack() as if_slot_live:
         (block, *slot), token = places[::turn], 0

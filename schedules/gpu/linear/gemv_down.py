@@ -1,8 +1,9 @@
-"""The second half of a mixture of experts is y = R + the sum over a token's slots of weight * (D h + bias), D being the
-down projection of the slot's expert. Each token has workgroups of its own: the experts of a few tokens are different
-ones, mostly. Workgroups of the same rows run side by side, so where experts are the same, their rows come from memory
-once. Slots side by side belong to different waves of a workgroup, whose sums meet in LDS and are added in the order of
-slots.
+"""The second half of a mixture of experts for few tokens: y = R + the sum over a token's slots of weight * (D h +
+bias), where D is the down projection of the slot's expert.
+
+Each token has workgroups of its own, because a few tokens mostly have different experts. Workgroups with the same rows
+run at the same time, so if experts are the same, their rows are read from memory once. Different waves of a workgroup
+have different slots; their sums are exchanged through LDS and added in the order of slots.
 """
 
 from collections.abc import Callable
@@ -26,13 +27,14 @@ from mlc_amd.schedules.operators import ExpertDown
 from mlc_amd.schedules.space import Kernel, planned
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
-# Of `expert_down`: workgroups for each compute unit, with fewer an H200 is slower; rows of a plan, where these are
-# enough, and of one whose workgroups have blocks, at most; waves that compute different slots' parts of the same rows.
+# For `expert_down`. DOWN_FULL: least number of workgroups for each compute unit (an H200 is slower with fewer).
+# DOWN_ROWS: rows of a plan if there are enough workgroups. MOST_ROWS: upper limit if workgroups have blocks.
+# DOWN_WAVES: waves that compute different slots of the same rows.
 DOWN_FULL, DOWN_ROWS, MOST_ROWS, DOWN_WAVES = 2, 2, 16, 8
 
 
 def down_default(op: ExpertDown, arch: Device) -> Plan:
-    """The plan with fewer rows at once where there would be too few workgroups to fill the GPU."""
+    """The plan of the rule: fewer rows at the same time if there would be too few workgroups for the GPU."""
     plan = gemv_plan.full_plan(arch, DOWN_ROWS, DOWN_WAVES)
     while plan.rows > 1 and down_split(op, arch, plan).groups < DOWN_FULL * arch.units:
         plan = replace(plan, rows=plan.rows // 2)
@@ -40,8 +42,9 @@ def down_default(op: ExpertDown, arch: Device) -> Plan:
 
 
 def down_split(op: ExpertDown, arch: Device, plan: Plan | None = None) -> Split:
-    """How `expert_down` is spread over the GPU, rows of a workgroup being those that it computes at once; two plans
-    that give the same make the same kernel. Waves of a workgroup are a multiple of the slots side by side."""
+    """The distribution of `expert_down` over the GPU; Split.rows are those that a workgroup computes at the same time.
+    Plans with the same result make the same kernel. The number of waves is a multiple of the slots that are computed at
+    the same time."""
     fmts = [fmt for fmt, _ in op.weights]
     plan = gemv_plan.fitted(plan or down_default(op, arch), fmts, op.k, arch)
     lanes = gemv_plan.lanes_of(gemv_rows.units_of(fmts, op.k), min(plan.lanes, arch.wave))
@@ -52,7 +55,7 @@ def down_split(op: ExpertDown, arch: Device, plan: Plan | None = None) -> Split:
 
 
 def _slots(op: ExpertDown, waves: int) -> tuple[int, int]:
-    """(slots side by side, steps of a wave, each with a slot)."""
+    """(slots that are computed at the same time, steps of a wave, each with one slot)."""
     steps = -(-op.used // waves)
     return -(-op.used // steps), steps
 
@@ -68,8 +71,8 @@ def down_plans(op: ExpertDown, arch: Device, plan: Plan) -> Kernel:
 
 
 def block_split(op: ExpertDown, arch: Device) -> Split | None:
-    """The same where workgroups have blocks of 32 rows: as many of these at once as there are registers for. None where
-    rows are so short that a workgroup computes more than a block at once."""
+    """`down_split` for workgroups with blocks of 32 rows, of which they compute as many at the same time as there are
+    registers. None if rows are so short that a workgroup computes more than a block at the same time."""
     plan = gemv_plan.full_plan(arch, MOST_ROWS, DOWN_WAVES)
     while BLOCK % (split := down_split(op, arch, plan)).rows:
         if split.plan.rows == 1:
@@ -80,15 +83,16 @@ def block_split(op: ExpertDown, arch: Device) -> Split | None:
 
 @builds(ExpertDown)
 def expert_down(op: ExpertDown, arch: Device, state: Buffer, plan: Plan | None) -> None:
-    """Kernel (state, A, S | X of m * used rows, Groups, planes of the [count * n, k] stack, [WB], [Weights], [R], Y).
-    UserError unless n is a multiple of 16, ValueError for activations in another layout than the format's."""
+    """Kernel (state, A and S, or X, of m * used rows, Groups, planes of the [count * n, k] stack, [WB], [Weights], [R],
+    Y). Raises UserError unless n is a multiple of 16, ValueError if activations do not have the layout for the
+    format."""
     emit_down(op, arch, state, plan)
 
 
 def emit_down(
     op: ExpertDown, arch: Device, state: Buffer, plan: Plan | None, adds: Callable[[], Sum] | None = None
 ) -> None:
-    """That of `expert_down`. adds: as of `gemv.emit_linear`, of one token; then plan is not used."""
+    """Emits the code of `expert_down`. adds: see `gemv.emit_linear`; only for one token, and plan is then ignored."""
     ((fmt, n),), k, experts, used, m = op.weights, op.k, op.of, op.used, op.m
     check_rows(n)
     gemv.check(op)
@@ -116,7 +120,7 @@ def emit_down(
         count = steps if side * steps == used else T.Bind((used - 1 - beside) // side + 1)
 
         def totals(row: Expr) -> list[Expr]:
-            """Of rows `row`.., the sums over a wave's slots, in all lanes of a group."""
+            """The sums over a wave's slots for the rows from `row` on, in all lanes of a group."""
             sums = filled(T.float32(0), plan.rows)
             with T.serial(count) as step:
                 slot = T.Bind(step * side + beside)
@@ -136,7 +140,7 @@ def emit_down(
             return total
 
         def store(row: Expr, total: Expr) -> None:
-            """One row's result."""
+            """Stores the result of a row."""
             total = biased(row, total)
             T.buffer_store(Y, total if R is None else R[token, row] + total, [token, row])
 

@@ -1,4 +1,5 @@
-"""How GEMVs are spread over the GPU: the rules of their plans, and the plans worth measuring."""
+"""The distribution of GEMVs over the GPU: the rules for plans, and the spaces of plans for tuning. In: an operator and
+an arch. Out: a `Plan`, and a `Split` for each segment."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,43 +15,43 @@ from mlc_amd.schedules.operators import ExpertGateUp, GateUp, Linear
 from mlc_amd.schedules.space import Kernel, Space, planned
 
 FULL = 6  # groups of lanes for each compute unit, as many as hide the latency of memory with two loads of each lane
-MIN_USE = 0.9  # of the lanes, over all steps of a row
-LINEAR_WAVES = 4  # of a workgroup
-MOST_ROWS = 4  # that a group of lanes works on at once
-SUMS = 32  # products that a group of lanes adds up at once by default: as many registers
-MAX_SUMS = 64  # at most: with more compilers take minutes
-MAX_BLOCKS = 32  # of 32 columns that a lane has loaded, at most
+MIN_USE = 0.9  # least fraction of lanes that must have work, on average over the steps of a row
+LINEAR_WAVES = 4  # waves of a workgroup
+MOST_ROWS = 4  # upper limit of the rows of a group of lanes at the same time
+SUMS = 32  # default limit of the sums of a group of lanes at the same time, each of which needs a register
+MAX_SUMS = 64  # limit for tuning; with more, compilers take minutes
+MAX_BLOCKS = 32  # upper limit of the blocks of 32 columns that a lane has loaded
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a GEMV is spread over the GPU. Powers of two."""
+    """The plan of a GEMV. All fields are powers of two."""
 
-    rows: int  # that a group of lanes works on at once (at most 16); gate_up_swiglu: of each weight
-    waves: int  # of a workgroup, at most
-    lanes: int  # that share a row, at most
-    unroll: int  # steps whose loads are issued before the first is used; fewer where a step loads more (`fitted`)
+    rows: int  # rows of a group of lanes at the same time, at most 16; for gate_up_swiglu rows of each weight
+    waves: int  # upper limit of the waves of a workgroup
+    lanes: int  # upper limit of the lanes that share a row
+    unroll: int  # steps whose loads are issued before the first one is used; `fitted` may reduce it
 
 
 CHOICES = {"rows": (1, 2, 4, 8, 16), "waves": (1, 2, 4, 8), "lanes": (8, 16, 32, 64), "unroll": (1, 2, 4, 8)}
 
 
 def full_plan(arch: Device, rows: int, waves: int) -> Plan:
-    """The plan where there is work for all of the GPU: all lanes of a wave share a row, and load as many steps of it at
-    once as the device has loads in flight."""
+    """The plan if there is enough work for the GPU: all lanes of a wave share a row, and each issues as many loads as
+    the device can have in flight."""
     return Plan(rows, waves, arch.wave, arch.loads)
 
 
 def _few_plan(plan: Plan, m: int, weights: int) -> Plan:
-    """The plan of one token for m tokens: of several at least four rows, which share the loads of activations, as far
-    as there are registers."""
+    """A plan for one token changed to m tokens: with several tokens at least four rows, which share the loads of
+    activations, as long as there are registers."""
     return plan if m == 1 else replace(plan, rows=min(max(plan.rows, 4), SUMS // (m * weights)), unroll=1)
 
 
 def fitted(plan: Plan, fmts: Sequence[Format], k: int, arch: Device) -> Plan:
-    """The plan for rows of so many weights at once. Each weight shortens `unroll`. On Vulkan so does each block of 32
-    columns in a unit, then `rows`: drivers keep all that is loaded in registers (AMD's spill, or few waves fit), where
-    LLVM for AMD spreads loads out."""
+    """The plan as it is used for a row of each of these weights. `unroll` is divided by the number of weights; on
+    Vulkan also by the blocks of 32 columns of a unit, and then `rows`: Vulkan drivers keep all loaded values in
+    registers, so that AMD's spill or hold few waves, whereas LLVM for rocm distributes the loads."""
     if arch.api == "rocm":
         return replace(plan, unroll=max(1, plan.unroll // len(fmts)))
     share = len(fmts) * _blocks(fmts, k)
@@ -59,19 +60,20 @@ def fitted(plan: Plan, fmts: Sequence[Format], k: int, arch: Device) -> Plan:
 
 
 def lanes_of(units: int, maximum: int) -> int:
-    """Lanes that share a row of that many units: as many as have work at least MIN_USE of the time."""
+    """The number of lanes that share a row of so many units: the largest one with which at least MIN_USE of the lanes
+    have work."""
     return next(
         n for n in (64, 32, 16, 8, 4, 2, 1) if n <= maximum and (units >= MIN_USE * n * -(-units // n) or n == 1)
     )
 
 
 def _blocks(fmts: Sequence[Format], k: int) -> int:
-    """Loads of a unit, of 32 columns in int8 formats."""
+    """The loads of a unit; for int8 formats its blocks of 32 columns."""
     return span_of(fmts, k) if fmts[0].kind == "int8" else 1
 
 
 def loads(fmts: Sequence[Format], k: int, used: Plan) -> float:
-    """Bytes of weights that a lane has in flight. ValueError if they are too many."""
+    """The bytes of weights that a lane has in flight. Raises ValueError if they are too many."""
     blocks = len(fmts) * used.rows * used.unroll * _blocks(fmts, k)
     if blocks > MAX_BLOCKS:
         raise ValueError(f"{used}: a lane would load {blocks} blocks at once")
@@ -79,12 +81,12 @@ def loads(fmts: Sequence[Format], k: int, used: Plan) -> float:
 
 
 def steps_at_once(fmts: Sequence[Format], k: int, lanes: int, unroll: int) -> int:
-    """Steps of a row that really come together: there may be fewer than `unroll`."""
+    """The number of steps whose loads are issued together: `unroll`, or fewer if a row has fewer."""
     return min(unroll, -(-units_of(fmts, k) // lanes))
 
 
 def _check_sums(count: int, plan: Plan) -> None:
-    """ValueError if a lane would add up too many products at once."""
+    """Raises ValueError if a lane would have too many sums at the same time."""
     if count > MAX_SUMS:
         raise ValueError(f"{plan}: {count} sums of a lane are too many")
 
@@ -93,16 +95,16 @@ def _check_sums(count: int, plan: Plan) -> None:
 
 
 class Split(NamedTuple):
-    """A segment's share of the grid."""
+    """The distribution of a segment."""
 
     plan: Plan  # as the kernel uses it
-    lanes: int  # that share a row
-    rows: int  # of a workgroup
+    lanes: int  # lanes that share a row
+    rows: int  # rows of a workgroup
     groups: int  # workgroups
 
 
 def linear_splits(op: Linear, arch: Device, plan: Plan | None = None) -> list[Split]:
-    """How each segment is spread over the GPU."""
+    """The distribution of each segment."""
     plan = plan or linear_default(op, arch)
     plan = replace(plan, waves=min(plan.waves, arch.threads // arch.wave))
     splits = []
@@ -118,14 +120,14 @@ def linear_splits(op: Linear, arch: Device, plan: Plan | None = None) -> list[Sp
 
 
 def linear_default(op: Linear, arch: Device) -> Plan:
-    """The plan of `gemv.linear`, with fewer rows at once where there would be too few groups of lanes to fill the GPU.
-    A norm is computed once in each workgroup: the fewer there are, the better. One that it prepares has as many waves
-    as share a workgroup's block of rows, and all of these at once, if possible."""
+    """The plan of the rule for `gemv.linear`: fewer rows at the same time if there would be too few groups of lanes for
+    the GPU. A norm is computed in each workgroup, so there should be few of them. If the linear prepares a norm,
+    workgroups have blocks of rows: as many waves as can share a block, with all rows at the same time if possible."""
     if op.norm_out:
         return _few_plan(full_plan(arch, 2 * MOST_ROWS, BLOCK), op.m, 1)
     waves, rows = 1 if arch.lone_waves else LINEAR_WAVES, sum(padded(n) for _, n in op.segments)
     plan = _few_plan(full_plan(arch, MOST_ROWS, waves), min(op.m, FEW), 1)
-    full = max(FULL, 5 * arch.loads // 2)  # what takes more loads of a lane takes more lanes, too
+    full = max(FULL, 5 * arch.loads // 2)  # devices that need more loads in flight need more groups of lanes, too
     while plan.rows > 1 and rows // plan.rows < full * arch.units:
         plan = replace(plan, rows=plan.rows // 2)
     return plan if op.eps is None else replace(plan, waves=max(plan.waves, NORM_WAVES))
@@ -148,23 +150,23 @@ def _linear_space(op: Linear, arch: Device, plan: Plan) -> Kernel:
 
 
 def gate_up_tokens(op: GateUp | ExpertGateUp) -> int:
-    """Tokens that a workgroup computes: slots of experts have workgroups of their own."""
+    """The tokens of a workgroup: all; but with experts 1, because slots have workgroups of their own."""
     return op.m if isinstance(op, GateUp) else 1
 
 
 def gate_up_default(op: GateUp | ExpertGateUp, arch: Device) -> Plan:
-    """The plan of `gemv.gate_up_swiglu`: as many waves as share a workgroup's block of rows. It has a block however few
-    there are: with fewer rows at once, they would only come one after the other."""
+    """The plan of the rule for `gemv.gate_up_swiglu`: as many waves as can share a workgroup's block of rows. A
+    workgroup always has a whole block, so fewer rows at the same time would not make more workgroups."""
     return _few_plan(full_plan(arch, MOST_ROWS, BLOCK), gate_up_tokens(op), 2)
 
 
 def block_plan(op: Linear | GateUp | ExpertGateUp, arch: Device, plan: Plan | None = None) -> Plan:
-    """The plan as a kernel uses it whose workgroups have a block of 32 rows, `gemv.gate_up_swiglu` or a linear that
-    prepares a norm: two plans that give the same make the same kernel."""
+    """The plan as it is used by a kernel whose workgroups have a block of 32 rows (`gemv.gate_up_swiglu`, or a linear
+    that prepares a norm). Plans with the same result make the same kernel."""
     fmts = [fmt for fmt, _ in op.weights]
     default = linear_default if isinstance(op, Linear) else gate_up_default
     plan = fitted(plan or default(op, arch), fmts, op.k, arch)  # type: ignore[arg-type]
-    # all of a workgroup's groups of lanes have rows
+    # so many lanes that all groups of lanes of a workgroup have rows
     lanes = max(lanes_of(units_of(fmts, op.k), min(plan.lanes, arch.wave)), arch.wave // BLOCK)
     waves = min(plan.waves, arch.threads // arch.wave, BLOCK * lanes // arch.wave)
     return Plan(min(plan.rows, BLOCK * lanes // (waves * arch.wave)), waves, lanes, plan.unroll)

@@ -1,12 +1,13 @@
-"""Rows of weights times the activations of a few tokens, by the lanes of a wave: the inner part of `gemv.py`.
+"""The products of rows of weights and the activations of a few tokens, by the lanes of a wave: the inner part of
+`gemv.py`.
 
 A group of lanes processes the units (`load.py`) of several rows of weights, interleaved, so that a load instruction
-reads contiguous memory; the lanes' sums are reduced by lane shuffles at the end. Each weight is loaded and decoded once
-for all tokens.
+reads contiguous memory. At the end, lane shuffles reduce the sums. Each weight is loaded and decoded once for all
+tokens.
 
-The norm of one token's activations may be computed here, too (`emit_norm`): `norm.rms_norm` and a GEMV in one launch.
-Every workgroup computes all of it, which takes less time than a launch of its own where workgroups are few, caches fast
-and launches slow (`norm_place.py`).
+`emit_norm` computes the norm of one token's activations in the same launch. Each workgroup computes the whole norm;
+this takes less time than a launch of its own if there are few workgroups, fast caches and slow launches
+(`norm_place.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -27,13 +28,13 @@ from mlc_amd.schedules.gpu.linear import load
 from mlc_amd.schedules.gpu.linear.load import QUADS
 from mlc_amd.schedules.tir import Buffer, Expr
 
-COLUMNS = 16  # that a thread has at a time: 16 bytes of its results
-NORM_WAVES = 8  # waves of a workgroup, at least, where the arch has as many
-STEPS = 4  # of a thread at most, whose columns stay in registers
+COLUMNS = 16  # columns of a thread at a time, whose results are 16 bytes
+NORM_WAVES = 8  # least number of waves of a workgroup with a norm, if the arch allows so many
+STEPS = 4  # upper limit of a thread's steps, whose columns stay in registers
 
 
 class Strip(NamedTuple):
-    """One row of a weight: what the lanes of a group multiply."""
+    """One row of a weight, which the lanes of a group multiply."""
 
     fmt: Format
     planes: Planes
@@ -41,8 +42,8 @@ class Strip(NamedTuple):
 
 
 class Acts(NamedTuple):
-    """One token's activations: row `token` of several, whose fields of S begin at `first_block`. Int8: `quads` int32
-    [m, k / 4], `s` float32 [m * KB, 4]. Float: `x` float32 [m, k]."""
+    """The activations of one token: row `token`; its fields of S begin at `first_block`. Int8: `quads` int32 [m, k / 4]
+    and `s` float32 [m * KB, 4]. Float: `x` float32 [m, k]."""
 
     k: int
     quads: Buffer = None
@@ -52,12 +53,12 @@ class Acts(NamedTuple):
     first_block: Expr | None = None
 
     def of(self, token: Expr) -> "Acts":
-        """Those of another token: an int or a register."""
+        """The activations of another token. token: an int or a register."""
         first = token * (self.k // BLOCK)
         return self._replace(token=token, first_block=first if isinstance(token, int) else T.Bind(first))
 
     def first(self, count: int) -> list["Acts"]:
-        """Those of the tokens 0 .. count-1."""
+        """The activations of the tokens 0 .. count-1."""
         return [self, *(self.of(token) for token in range(1, count))]
 
     def words(self, block: Expr) -> list[Expr]:
@@ -89,7 +90,7 @@ class Normed(NamedTuple):
 
 
 Tokens = Sequence[Acts | Normed]
-Places = Sequence[tuple[Expr, Expr | None]]  # (unit, whether this lane has it; None: all do)
+Places = Sequence[tuple[Expr, Expr | None]]  # (unit, whether this lane has it; None if all lanes do)
 
 
 class Block(NamedTuple):
@@ -101,7 +102,8 @@ class Block(NamedTuple):
 
 
 def emit_acts(params: Sequence[Buffer], k: int, m: int = 1) -> Acts:
-    """Acts of the parameters (A, S) or (X,) of m tokens, of the first one. Declares views: after the last parameter."""
+    """The activations of the first of m tokens, from the parameters (A, S) or (X,). To be called after the last
+    parameter is declared, because it declares views."""
     if len(params) == 1:
         return Acts(k, x=params[0])
     A, S = params
@@ -110,23 +112,26 @@ def emit_acts(params: Sequence[Buffer], k: int, m: int = 1) -> Acts:
 
 
 def span_of(fmts: Sequence[Format], k: int) -> int:
-    """Columns of a unit divided by 32, for int8 formats; columns for float formats, the minimum over them."""
+    """The size of a unit that all formats share: for int8 formats its blocks of 32 columns, for float formats its
+    columns."""
     return load.blocks(*fmts) if fmts[0].kind == "int8" else min(load.columns(fmt, k) for fmt in fmts)
 
 
 def units_of(fmts: Sequence[Format], k: int) -> int:
-    """Units of a row."""
+    """The number of units of a row."""
     return k // (span_of(fmts, k) * (BLOCK if fmts[0].kind == "int8" else 1))
 
 
 def emit_products(
     strips: Sequence[Strip], tokens: Tokens, lane: Expr, lanes: int, unroll: int, arch: Device
 ) -> tuple[list[tuple[Expr, Expr, Expr]], Expr]:
-    """The products of each strip's row with each token's activations: [(token, strip, float32 register)] of this lane,
-    and whether it is the first of the lanes that have the same ones. lane: this lane's number in its group of `lanes`.
-    Strips are all int8 or all float. Of one token every lane has all products. Those of several are spread over the
-    lanes, which exchange halves of their sums: c sums over l lanes take about c shuffles instead of c * log2(l). The
-    numbers of strips and tokens are then powers of two."""
+    """Computes the products of each strip's row with each token's activations. Returns ([(token, strip, float32
+    register)] of this lane, whether it is the first of the lanes with the same ones). lane: number of the lane in its
+    group of `lanes`. Strips must be all int8 or all float.
+
+    With one token every lane has all products. With several, products are distributed over the lanes, which exchange
+    halves of their sums: c sums over l lanes take about c shuffles instead of c * log2(l). The numbers of strips and
+    tokens must then be powers of two."""
     sums = emit_sums(strips, tokens, lane, lanes, unroll, arch)
     if len(tokens) == 1:
         return [(0, i, wave_sum(arch, T.Bind(sums[i]), lanes)) for i in range(len(strips))], lane == 0
@@ -149,13 +154,15 @@ def emit_products(
 
 
 def emit_sums(strips: Sequence[Strip], tokens: Tokens, lane: Expr, lanes: int, unroll: int, arch: Device) -> Buffer:
-    """This lane's part of the products of strips and tokens: a local buffer, all strips of a token side by side."""
+    """This lane's part of the products of strips and tokens, in a local buffer: all strips of token 0, of token 1,
+    .."""
     fmts, k = [strip.fmt for strip in strips], tokens[0].k
     span, units = span_of(fmts, k), units_of(fmts, k)
     sums = filled(T.float32(0), len(strips) * len(tokens))
 
     def steps(first: Expr, count: int, partial: bool) -> None:
-        """Steps first..first+count. partial: the last of them has units for some of the lanes only."""
+        """Emits the steps first .. first+count-1. partial: whether the last one has units only for some of the
+        lanes."""
         places = []
         for i in range(count):
             unit = (first + i) * lanes + lane
@@ -181,14 +188,14 @@ def _zero_unless(live: Expr | None, x: Expr) -> Expr:
 
 
 def _floats(token: Acts, unit: Expr, live: Expr | None, width: int) -> list[Expr]:
-    """A unit's float32 activations; 0 without `live`."""
+    """The float32 activations of a unit; 0 if `live` is false."""
     step = min(width, load.LOAD_WORDS)
     x = [T.Bind(token.x[token.token, at(unit * width + j, step)]) for j in range(0, width, step)]
     return [_zero_unless(live, lane_of(v, j) if step > 1 else v) for v in x for j in range(step)]
 
 
 def _blocks(token: Acts | Normed, unit: Expr, live: Expr | None, span: int) -> list[Block]:
-    """A unit's activations. Without `live` factors are 0, and so is what they make."""
+    """The activations of a unit. If `live` is false, factors are 0, and so are products."""
     out = []
     for block in (unit * span + i for i in range(span)):
         words = token.words(block)
@@ -198,12 +205,12 @@ def _blocks(token: Acts | Normed, unit: Expr, live: Expr | None, span: int) -> l
 
 
 def _multiply(strips: Sequence[Strip], tokens: Tokens, places: Places, span: int, sums: Buffer, arch: Device) -> None:
-    """Adds to `sums` what strips and tokens make of the units of `places`."""
+    """Adds the products of strips and tokens for the units of `places` to `sums`."""
     fmts = [strip.fmt for strip in strips]
     floats = fmts[0].kind == "float"
     fetch: Callable[..., Any] = load.fetch_float if floats else load.fetch
     acts_of: Callable[..., list] = _floats if floats else _blocks
-    # One token's activations are loaded with the weights; those of several would take too many registers.
+    # One token's activations are loaded together with the weights; those of several would need too many registers.
     loaded = []
     for unit, live in places:
         units = [fetch(s.fmt, s.planes, s.row, unit, span) for s in strips]
@@ -233,7 +240,8 @@ Decoder = Callable[[int], tuple[list[Expr], load.Scales]]
 
 
 def _decoder(fmt: Format, unit: load.Unit, arch: Device) -> Decoder:
-    """Number of a block of the unit -> (words of codes, scales), decoded when they are first used."""
+    """Returns block(b) -> (words of codes, scales) of block b of a unit, which decodes each block when it is first
+    used."""
 
     @cache
     def block(b: int) -> tuple[list[Expr], load.Scales]:
@@ -245,7 +253,7 @@ def _decoder(fmt: Format, unit: load.Unit, arch: Device) -> Decoder:
 def _terms(
     fmt: Format, decoded: Decoder, blocks: list[Block], zeros: list[list[Expr]] | None, arch: Device
 ) -> list[tuple[Expr, Expr]]:
-    """The pairs of factors whose products a unit of a row adds to its sum; blocks of a super-block share them."""
+    """Pairs of factors, whose products are to be added to the sum of a row. Blocks of a super-block share factors."""
     count, out = load.groups(fmt), []
     value = minimum = None
     for b, block in enumerate(blocks):
@@ -269,7 +277,7 @@ def _terms(
 
 
 def _add(scale: Expr | None, x: Expr, total: Expr | None) -> Expr:
-    """total + scale * x, where total and scale may be None (0 and 1)."""
+    """total + scale * x. total: None for 0; scale: None for 1."""
     if scale is None:
         return x if total is None else T.Bind(total + x)
     return T.Bind(scale * x) if total is None else fma(scale, x, total)
@@ -283,7 +291,8 @@ def holds_norm(k: int, arch: Device) -> bool:
 
 
 def emit_norm(arch: Device, acts: list[Buffer], k: int, eps: float, lane: Expr, wave: Expr, waves: int) -> Normed:
-    """The normed activations; all threads of the workgroup, `waves` waves, must call this. acts: X, G."""
+    """Computes the normed activations. All threads of the workgroup, which has `waves` waves, must call it. acts: X,
+    G."""
     X, G = acts
     threads, units = waves * arch.wave, k // COLUMNS
     quads = T.alloc_buffer((units,), "uint32x4", scope="shared")

@@ -1,6 +1,6 @@
-"""How the sums of a tile of `gemm_lanes.py` become results: through shared memory, in passes of as many as there is
-room for, where those of the subgroups that share out the columns are added up, to `TileWork.store`. That is called by
-each thread with (token, row, values of each weight), four rows.
+"""From the sums of a tile of `gemm_lanes.py` to results. Sums go through shared memory, in several passes if there is
+not enough of it. There, the sums of subgroups with different columns are added. Then each thread calls `TileWork.store`
+with (token, row, values of each weight), for four rows at a time.
 """
 
 from abc import abstractmethod

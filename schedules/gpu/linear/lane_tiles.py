@@ -1,14 +1,15 @@
-"""Tiles of `gemm_lanes.py` whose activations go through shared memory, for many tokens; and which tile a kernel has.
+"""Two things for `gemm_lanes.py`: tiles whose activations are staged in shared memory, for many tokens (`StagedGemm`);
+and the rule that chooses the tile of a kernel (`choose`).
 
-In a staged tile each subgroup of a workgroup has rows of its own and all columns: ROWS rows of two weights, gate and
-up, or twice as many of one. All of them read the same activations, which the workgroup stages in shared memory, a group
-of columns at a time and one ahead; the weights are loaded one group ahead, too. The loop's body has two groups, so that
-none of these registers is copied, which would wait for its load.
+In a staged tile each subgroup of a workgroup has rows of its own and all columns: ROWS rows of two weights (gate and
+up), or twice as many of one weight. All subgroups read the same activations, which the workgroup stages in shared
+memory, one group of columns ahead. Weights are also loaded one group ahead. The loop's body has two groups, so that no
+register is copied: a copy would have to wait for the register's load.
 
-Which tile a kernel has is one rule, with constants as measured on an H200 with the layers of models of 8 and 30 billion
-weights in four formats. Few tokens wait for weights: a workgroup has few rows, whose columns its subgroups share out,
-so that each compute unit has as many subgroups as hide the latency of memory. Many tokens wait for matrices: tiles of
-64 tokens by 64 rows, or by 128 or 256 whose activations are staged in shared memory where there are workgroups enough.
+The constants of the rule were measured on an H200, with the layers of models of 8 and 30 billion weights in four
+formats. With few tokens, kernels wait for weights: a workgroup has few rows, and its subgroups divide the columns, so
+that each compute unit has enough subgroups to hide the latency of memory. With many tokens, kernels wait for matrix
+units: tiles have 64 tokens by 64 rows; or by 128 or 256 rows, with staged activations, if there are enough workgroups.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Which kernels compute a linear layer, and the first half of a feed-forward layer: GEMVs for few tokens, else GEMMs.
-And linear layers with a matrix for each head, y[m, h, n] = sum over
-k of w[h, n, k] * x[m, h, k], whose launches are those of `gemv.py` for up to FEW tokens, else those of `gemm.py` with
-as many rows of activations as there are tokens and heads."""
+"""Chooses the kernels of linear layers, and of the first half of a feed-forward layer: GEMVs for few tokens, otherwise
+GEMMs. It also has the kernel of linear layers with a matrix for each head, y[m, h, n] = sum over k of w[h, n, k] *
+x[m, h, k]: launches of `gemv.py` for up to FEW tokens, otherwise of `gemm.py`, with a row of activations for each token
+and head."""
 
 from collections.abc import Sequence
 from types import ModuleType
@@ -29,7 +29,7 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 
 def module_of(op: Linear | GateUp | ExpertGateUp, arch: Device) -> ModuleType:
-    """The module that computes the operator."""
+    """The module whose kernel computes the operator."""
     return gemv if gemv.suits(op, arch) else gemm
 
 
@@ -52,8 +52,9 @@ def plans(op: Linear | GateUp | ExpertGateUp, arch: Device) -> Space:
 
 @builds(HeadLinear)
 def head_linear(op: HeadLinear, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state, A, S | H | X of [m, heads * k], planes of the [heads * n, k] stack, Y float32 [m, heads * n]).
-    UserError unless n is a multiple of 16 or for weights too large, ValueError for what has no tiles."""
+    """Kernel (state, A and S, or H, or X of [m, heads * k], planes of the [heads * n, k] stack, Y float32 [m, heads *
+    n]). Raises UserError unless n is a multiple of 16, and for weights that are too large; ValueError if there is no
+    tile."""
     rows, ((fmt, _),) = op.heads * op.n, op.weights
     check_rows(op.n)
     acts = act_args(op.m, op.heads * op.k, op.layout)
@@ -76,8 +77,8 @@ def _emit_gemv(op: HeadLinear, arch: Device, acts: list[Buffer], segment: Segmen
         views = load.views(segment.fmt, segment.planes, span_of([segment.fmt], k))
 
         def tokens(row: Expr) -> list[Acts]:
-            """A group's rows are of one head: at most 16, which divides n. The limit, which no row reaches, keeps TVM's
-            bounds of what is made of it within int32."""
+            """The activations for a group of rows, which are all of one head: a group has at most 16 rows, and 16
+            divides n. The upper limit, which no row reaches, keeps TVM's bounds of indices within int32."""
             head = T.Bind(T.min(row // n, T.int32(heads - 1)))
             return [found.of(T.Bind(token * heads + head)) for token in range(op.m)]
 
@@ -85,8 +86,8 @@ def _emit_gemv(op: HeadLinear, arch: Device, acts: list[Buffer], segment: Segmen
 
 
 class _OfHead:
-    """A head's part of a buffer of activations: its groups of columns of one in the layout "lanes", else its rows of
-    one [m * heads, ..], of which row `token` is that of the head."""
+    """A head's part of a buffer of activations, with an index of tokens as first index. In the layout "lanes", the part
+    is groups of columns; otherwise rows of [m * heads, ..]."""
 
     def __init__(self, buffer: Buffer, heads: int, head: Expr, in_lanes: bool):
         self.buffer, self.heads, self.head, self.in_lanes = buffer, heads, head, in_lanes

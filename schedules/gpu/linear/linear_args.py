@@ -1,14 +1,14 @@
-"""The parameters that the kernels of linear layers share, whatever multiplies: declared here in one order.
+"""The parameters of the kernels of linear layers, GEMVs and GEMMs alike: this module declares them, in this order.
 
     linear    (state, activations, planes of segment 0, [bias f32 [n]], planes of segment 1, .., [R f32 [m, npad]],
               [inputs of PreparedNorm], Y0 f32 [m, npad], .., [outputs of PreparedNorm], [NewScale])
     gate_up   (state, activations, [Groups], planes of gate, planes of up, [GB, UB], then A_out, S_out | Y of [m, n],
               [NewScale])
 
-Activations are A, S | H | X in a layout of `quantize.py`, or X, G of a norm that the kernel computes itself
-(`gemv_rows.py`), or with Squares, [Scale] of a norm that it completes (`deferred_norm.py`, which has PreparedNorm,
-too). npad is n rounded up to a multiple of 16, a segment one of the weights that share the activations and the launch
-(q, k and v of a layer), Groups and biases of gate and up are of experts.
+Activations are A and S, or H, or X, in a layout of `quantize.py`; or X and G of a norm that the kernel computes itself
+(`gemv_rows.py`). If the kernel completes a norm (`deferred_norm.py`), Squares and [Scale] follow. A segment is one of
+the weights that share the activations and the launch (q, k and v of a layer). npad is n rounded up to a multiple of 16.
+Groups, and biases of gate and up, exist only for experts.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from mlc_amd.schedules.tir import Buffer, declared
 
 
 class Segment(NamedTuple):
-    """n rows of a weight: its planes, its bias (None: it has none), and where its results go."""
+    """A segment: n rows of a weight, with its planes, its bias (or None), and the buffer for its results."""
 
     fmt: Format
     n: int
@@ -39,31 +39,31 @@ class LinearBuffers(NamedTuple):
 
     acts: list[Buffer]
     segments: list[Segment]
-    residual: Buffer | None  # None if nothing is added
-    prepared: PreparedNorm | None  # the deferred norm of its result
-    completed: CompletedNorm | None  # that of its input
+    residual: Buffer | None  # added to the result, or None
+    prepared: PreparedNorm | None  # the norm of its result that it prepares
+    completed: CompletedNorm | None  # the norm of its input that it completes
 
 
 class GateUpBuffers(NamedTuple):
     """The buffers of the first half of a feed-forward layer."""
 
     acts: list[Buffer]
-    ids: Buffer | None  # of experts
+    ids: Buffer | None  # Groups: the experts of slots
     planes: list[Planes]  # of gate and up
     biases: list[Buffer]  # of gate and up, or []
     out: list[Buffer]
-    completed: CompletedNorm | None  # as of LinearBuffers
+    completed: CompletedNorm | None  # see LinearBuffers
 
 
 def _acts(m: int, k: int, layout: str, eps: float | None) -> list[Buffer]:
-    """eps: None, or that of a norm of m rows."""
+    """Declares activations. eps: of a norm that the kernel computes itself, or None."""
     if eps is None:
         return act_args(m, k, layout)
     return declared(X=(m, k), G=(k,))
 
 
 def declare_linear(op: Linear) -> LinearBuffers:
-    """Declares the parameters of a kernel after `state`. ValueError for segments that do not make one launch."""
+    """Declares the parameters of a kernel after `state`. Raises ValueError for segments that cannot share a launch."""
     m, k = op.m, op.k
     if len(op.biases) != len(op.segments) or (op.residual and len(op.segments) > 1):
         raise ValueError(f"segments {op.segments}, biases {op.biases}, residual {op.residual} do not make one launch")
@@ -84,13 +84,13 @@ def declare_linear(op: Linear) -> LinearBuffers:
 
 
 def check_blocks(n: int) -> None:
-    """ValueError unless n results make whole blocks."""
+    """Raises ValueError unless n is a multiple of 32."""
     if n % BLOCK:
         raise ValueError(f"a feed-forward layer of {n} columns does not make whole blocks of {BLOCK}")
 
 
 def declare_gate_up(op: GateUp | ExpertGateUp) -> GateUpBuffers:
-    """Declares the parameters of a kernel after `state`; weights of experts are stacks."""
+    """Declares the parameters of a kernel after `state`. The weights of experts are stacked."""
     if isinstance(op, ExpertGateUp):
         x_rows, rows, count, eps, norm_in = op.x_rows, op.of.slots(op.m), op.experts, None, None
     else:

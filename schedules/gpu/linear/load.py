@@ -1,18 +1,18 @@
-"""Weights from their planes to registers: what a decode kernel needs of one unit of one row, for every format.
+"""Loads weights from their planes and decodes them to signed bytes and scales, for every format.
 
-A unit is what a lane loads of a row at once, so that codes are read 16 bytes at once: `blocks(fmt)` blocks of 32
-columns for int8 formats, `columns(fmt, k)` columns for float formats. Loading and decoding are apart, so that a kernel
-can have many loads in flight:
+A unit is the part of a row that a lane loads at a time: `blocks(fmt)` blocks of 32 columns for int8 formats (so that
+codes are read in 16 bytes), `columns(fmt, k)` columns for float formats. Loading and decoding are separate functions,
+so that a kernel can have many loads in flight:
 
-    views      the planes' buffers as rows of words, before anything else
-    fetch      the loads of a unit (layout "rows": `planes.py`)
-    codes      of what was fetched: eight words of one block, or of a part of it, four columns each, as signed bytes
-    scales     of what was fetched: float32 factors of one block
+    views      the planes' buffers as rows of words; to be called first
+    fetch      loads a unit (layout "rows": `planes.py`)
+    codes      decodes a block of a loaded unit to eight words of four signed bytes, one for each column; or a part of
+    it
+    scales     decodes the float32 factors of a block of a loaded unit
 
-Codes that stand for the entries of a table become signed bytes without memory (`values`). AMD's own API has byte
-permutes for it. On Vulkan each bit of the codes selects between constants, which takes two to three instructions for
-every entry; so the sign of tables that are symmetric, and FP4's magnitudes, come from arithmetic on packed bytes and
-nibbles.
+For formats with a table, `values` converts codes to the entries of the table, without memory. For rocm it uses byte
+permutes. On Vulkan each bit of a code selects between constants, which takes two to three instructions for every entry.
+Therefore the signs of symmetric tables, and FP4's magnitudes, are computed by arithmetic on packed bytes and nibbles.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,9 +31,9 @@ from mlc_amd.schedules.gpu.base.registers import at, elements, lane_of
 from mlc_amd.schedules.tir import Buffer, Expr
 
 QUADS = 8  # words of four codes in a block
-LOAD_WORDS = 4  # of the widest load: 128 bits
-WORD = 4  # bytes
-SIGN = 0x80808080  # of each byte
+LOAD_WORDS = 4  # words of the widest load, 128 bits
+WORD = 4  # bytes of a word
+SIGN = 0x80808080  # the sign bit of each byte
 
 
 class Unit(NamedTuple):
@@ -44,8 +44,8 @@ class Unit(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What several lanes share out of a block: each has `words` neighbouring quads of either half, the first of them
-    number number * words."""
+    """A lane's part of a block that several lanes share: `words` neighbouring quads of each half of the block, from
+    quad number * words on."""
 
     number: Expr
     words: int
@@ -58,42 +58,44 @@ WHOLE = Part(0, HALF)
 class Scales(NamedTuple):
     """The factors of one block: weight = d * sub * value + minimum (plane M), or - minimum * sub_minimum (plane DM)."""
 
-    d: Expr | None  # of all of it
-    sub: list[Expr | None]  # per group of columns, or [None]
-    minimum: Expr | None  # float32
-    sub_minimum: list[Expr | None]  # as `sub`
+    d: Expr | None  # scale of the block, or None
+    sub: list[Expr | None]  # sub-scale of each group of columns, or [None]
+    minimum: Expr | None  # minimum, float32, or None
+    sub_minimum: list[Expr | None]  # sub-minimum of each group of columns, or [None]
 
     def factors(self) -> list[Expr]:
         """d * sub of each group of columns."""
         return [T.Bind(s if self.d is None else self.d if s is None else self.d * s) for s in self.sub]
 
     def lows(self) -> list[Expr]:
-        """What is added in each group of columns, of a format with minimums."""
+        """The term that is added in each group of columns, for a format with minimums."""
         return [self.minimum if sub is None else T.float32(0) - self.minimum * sub for sub in self.sub_minimum]
 
 
 def blocks(*fmts: Format) -> int:
-    """Blocks of a unit that these int8 formats share: two where scales, which lanes then share, are of 256 columns."""
+    """The number of blocks of a unit that all these int8 formats share: two if scales are of 256 columns (lanes share
+    them), otherwise one."""
     return 2 if all(fmt.block % (2 * BLOCK) == 0 for fmt in fmts) else 1
 
 
 def columns(fmt: Format, k: int) -> int:
-    """Columns of a unit of a float format: 16 bytes, or as many as divide k."""
+    """The columns of a unit of a float format: 16 bytes, or fewer if these do not divide k."""
     return next(n for n in (8, 4, 2, 1) if k % n == 0 and n * DataType(fmt.dtype).bits <= 128)
 
 
 def block_bytes(fmt: Format) -> float:
-    """Bytes of 32 columns."""
+    """The bytes of a block of 32 columns, with scales."""
     return fmt.block_bytes * BLOCK / fmt.block
 
 
 def groups(fmt: Format) -> int:
-    """Groups of columns with their own scale in a block: 1 or 2."""
+    """The number of groups of columns with a scale of their own in a block: 1 or 2."""
     return BLOCK // fmt.group
 
 
 def wide(buf: Buffer, row: Expr, first: Expr, count: int) -> list[Expr]:
-    """buf[row, first], ... in registers, by loads of up to 128 bits. `first` is a multiple of `count`."""
+    """`count` consecutive elements of buf from [row, first] on in registers, by loads of up to 128 bits. first: a
+    multiple of `count`."""
     step = min(count, LOAD_WORDS)
     if step == 1:
         return [T.Bind(buf[row, first])]
@@ -102,8 +104,8 @@ def wide(buf: Buffer, row: Expr, first: Expr, count: int) -> list[Expr]:
 
 
 def views(fmt: Format, bufs: Planes, span: int) -> Planes:
-    """The planes as `fetch` reads them, rows first: codes as words, S and Z as words of a unit's bytes, at most four.
-    Declares views; call it after the last parameter."""
+    """The planes as `fetch` reads them: codes as words, S and Z as words of up to four bytes of a unit. To be called
+    after the last parameter is declared, because it declares views."""
     out = {}
     for name, buf in bufs.items():
         rows, dtype, size = int(buf.shape[0]), buf.dtype, prod(int(extent) for extent in buf.shape[1:])
@@ -116,8 +118,8 @@ def views(fmt: Format, bufs: Planes, span: int) -> Planes:
 
 
 def fetch(fmt: Format, planes: Planes, row: Expr, unit: Expr, span: int, part: Part = WHOLE) -> Unit:
-    """Loads unit number `unit` of a row: `span` blocks of an int8 format, of their codes that part; words of planes of
-    fewer than four bits have codes of all parts."""
+    """Loads unit number `unit` of a row: `span` blocks of an int8 format. part: which of their codes; but words of
+    planes with fewer than four bits have the codes of all parts."""
     words, scales = {}, {}
     for plane in fmt.codes:
         count = span * PLANE_BITS[plane]
@@ -138,7 +140,7 @@ def fetch(fmt: Format, planes: Planes, row: Expr, unit: Expr, span: int, part: P
 
 
 def fetch_float(fmt: Format, planes: Planes, row: Expr, unit: Expr, width: int) -> list[Expr]:
-    """Loads unit number `unit` of a row of a float format: `width` float32 registers."""
+    """Loads unit number `unit` of a row of a float format, as `width` float32 registers."""
     return [real(fmt, x) for x in elements(T.Bind(planes["W"][row, at(unit * width, width)]))]
 
 
@@ -153,7 +155,7 @@ def real(fmt: Format, x: Expr) -> Expr:
 
 
 def block_words(unit: Unit, block: int, part: Part = WHOLE) -> dict[str, list[Expr]]:
-    """Plane -> words of a unit's block number `block`, as `bytes_of` takes them. part: that of `fetch`."""
+    """{plane: words} of block number `block` of a unit, for `bytes_of`. part: that of `fetch`."""
     found = {}
     for plane, words in unit.codes.items():
         bits = PLANE_BITS[plane]
@@ -166,15 +168,15 @@ def block_words(unit: Unit, block: int, part: Part = WHOLE) -> dict[str, list[Ex
 
 
 def codes(arch: Device, fmt: Format, unit: Unit, block: int, part: Part = WHOLE) -> list[Expr]:
-    """The words of codes of a unit's block number `block`: columns 4*j .. 4*j+3 in word j, signed bytes; of a part
-    those of one half, then of the other."""
+    """The codes of block number `block` of a unit as words of signed bytes: word j has columns 4*j .. 4*j+3. With a
+    part: the words of the first half of the block, then those of the second half."""
     words = block_words(unit, block, part)
     return values(arch, fmt, words.get("Q4"), lambda: bytes_of(words, part.words))
 
 
 def bytes_of(codes: Mapping[str, Sequence[Expr]], count: int = HALF) -> list[Expr]:
-    """Codes as words of bytes, `count` neighbouring ones of either half of a block, from the words of its planes by
-    name: those of Q1 and Q2 shifted so that the first of these codes is in their lowest bits."""
+    """Codes as words of bytes: `count` neighbouring words of each half of a block. codes: {plane: words}; words of Q1
+    and Q2 must be shifted so that the first of these codes is in their lowest bits."""
     parts: list[Expr] = [None] * (2 * count)
     filled = 0
     for plane, words in codes.items():
@@ -189,8 +191,8 @@ def bytes_of(codes: Mapping[str, Sequence[Expr]], count: int = HALF) -> list[Exp
 
 
 def field(x: Expr, first: Expr, bits: int, to: int, ones: int = 0x01010101) -> Expr:
-    """Bits first .. first + bits - 1 of each byte of a word, moved to bit `to`. first: an int or in a register; ones:
-    the lowest bits of what the word is made of."""
+    """Bits first .. first + bits - 1 of each byte of a word, moved to bit `to`. first: an int or a register. ones: a
+    word with the lowest bit of each field set; by default fields are bytes."""
     if not isinstance(first, int):
         x = T.shift_left(T.shift_right(x, T.cast(first, "uint32")), T.uint32(to))
     elif first != to:
@@ -199,8 +201,8 @@ def field(x: Expr, first: Expr, bits: int, to: int, ones: int = 0x01010101) -> E
 
 
 def minus(word: Expr, zero: int) -> Expr:
-    """Bytes below 128, minus `zero`, as signed ones."""
-    top = T.uint32(SIGN)  # keeps borrows inside their byte
+    """Bytes below 128 minus `zero`, as signed bytes."""
+    top = T.uint32(SIGN)  # keeps borrows within a byte
     return ((word | top) - T.uint32(0x01010101 * zero)) ^ top
 
 
@@ -214,14 +216,14 @@ def _byte(word: Expr, i: int, kind: str = "uint8") -> Expr:
 
 
 def scales(fmt: Format, unit: Unit, block: int) -> Scales:
-    """The float32 factors of a unit's block number `block`."""
+    """The float32 factors of block number `block` of a unit."""
 
     def half(name: str) -> Expr:
         found = unit.scales[name]
         return T.Bind(T.cast(found[block if len(found) > 1 else 0], "float32"))
 
     count = groups(fmt)
-    word, first = divmod(block * count, WORD)  # those of S and Z of the block
+    word, first = divmod(block * count, WORD)  # place of the block's bytes of S and Z
     indices = range(first, first + count)
     if fmt.minifloat:
         sub = [_byte(unit.scales["S"][word], i, fmt.minifloat) for i in indices]
@@ -241,15 +243,16 @@ def scales(fmt: Format, unit: Unit, block: int) -> Scales:
 
 Table = tuple[int, ...]  # signed bytes, 8 or 16
 
-BYTE_SELECT = 0x03020100  # of a byte permute: the bytes where they are
+BYTE_SELECT = 0x03020100  # the selector of a byte permute that changes nothing
 
 
 def values(
     arch: Device, fmt: Format, nibbles: list[Expr] | None, codes: Callable[[], Sequence[Expr]], flip: int = 0
 ) -> list[Expr]:
-    """codes(), words of a byte for each of four codes, or for a format with a table the words of signed bytes ^ flip
-    that these stand for. nibbles: for formats with one plane of nibbles its words, whose low nibbles are the codes of
-    the first half of the words. flip: 0, or 0x80 for bytes that count from -128."""
+    """The values of codes as words of four bytes: codes() itself; or for a format with a table, the entries of the
+    table, signed bytes ^ flip. codes(): words of four codes. nibbles: for formats with one plane of nibbles its words,
+    whose low nibbles are the first half of the codes; otherwise None. flip: 0, or 0x80 for unsigned bytes that are 128
+    higher."""
     if not fmt.table:
         return list(codes())
     if arch.api == "vulkan" and fmt.table == FP4_VALUES and nibbles:
@@ -258,7 +261,7 @@ def values(
 
 
 def _bits(x: Expr, mask: int) -> Expr:
-    """Those bits of each byte."""
+    """The bits of `mask` in each byte."""
     return x & T.uint32(0x01010101 * mask)
 
 
@@ -268,13 +271,13 @@ def _words(table: Table, flip: int = 0) -> list[Expr]:
 
 
 def _lookup(arch: Device, table: Table, x: Expr, flip: int) -> Expr:
-    """table[code] ^ flip of a word of four codes. The table has 8 or 16 entries."""
+    """table[code] ^ flip for a word of four codes. The table has 8 or 16 entries."""
     words = _words(table, flip)
     if arch.api == "vulkan":
         return _selected(table, x, flip)
-    if len(table) == 8:  # a byte permute picks from eight bytes
+    if len(table) == 8:  # a byte permute selects among eight bytes
         return intrin("uint32", "llvm.amdgcn.perm", words[1], words[0], x)
-    # two of them; then byte i of `low`, or of `high` where bit 3 is set
+    # two byte permutes for the halves of the table, then a third one that selects by bit 3 of the code
     low3 = T.Bind(_bits(x, 7))
     low, high = (intrin("uint32", "llvm.amdgcn.perm", words[i + 1], words[i], low3) for i in (0, 2))
     pick = T.shift_right(_bits(x, 8), T.uint32(1)) | T.uint32(BYTE_SELECT)
@@ -291,17 +294,17 @@ def _selected(table: Table, x: Expr, flip: int) -> Expr:
 
 
 def _negated(magnitude: Expr, top: Expr, flip: int) -> Expr:
-    """Bytes 0..127, negated where the byte in `top` is 0x80 and not 0, ^ flip."""
+    """Bytes 0 .. 127, negated if the byte in `top` is 0x80 (otherwise it must be 0), ^ flip."""
     top = T.Bind(top)
     sign = T.Bind(T.shift_right(top, T.uint32(7)))
-    # 127 - magnitude, plus 1: never a carry into the next byte, also for 0
+    # computed as 127 - magnitude, plus 1, without a carry into the next byte, even for 0
     return T.Bind(((magnitude ^ (top - sign)) + sign) ^ (top ^ T.uint32(0x01010101 * flip)))
 
 
 def fp4_magnitudes(w: Expr) -> Expr:
-    """The words of eight codes of FP4_VALUES, in nibbles, as nibbles too: of a code's bits s, c, b, a the magnitude is
-    4c + 2b + a, for c = 1 plus 2b + a, plus 2 if both."""
-    # c at the places of a and of b
+    """The magnitudes of FP4_VALUES for a word of eight codes, as nibbles. For the bits s, c, b, a of a code, the
+    magnitude is 4c + 2b + a; if c is 1, plus 2b + a; and plus 2 if all three are 1."""
+    # bit c, moved to the places of a and of b
     c_of_a = T.shift_right(w, T.uint32(2)) & T.uint32(0x11111111)
     c_of_b = T.shift_right(w, T.uint32(1)) & T.uint32(0x22222222)
     more = T.Bind(w & (c_of_a | c_of_b))

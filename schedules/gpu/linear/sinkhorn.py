@@ -1,4 +1,5 @@
-"""Matrices that mix residual streams on the GPU (schedules/operators/streams.py): a thread has one in its registers."""
+"""The kernel for matrices that mix residual streams (schedules/operators/streams.py). A thread has one matrix in its
+registers."""
 
 import functools
 
