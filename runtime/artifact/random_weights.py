@@ -35,8 +35,7 @@ class RandomWeights(WeightBlock):
     """See the module's docstring; the interface is that of `WeightBlock`. The vectors come first in the block."""
 
     def __init__(self, vectors: WeightBlock, matrices: Mapping[str, Mapping]):
-        self._first = vectors.total  # a property that looks at all tensors
-        header, position = dict(vectors.header), self._first
+        header, position = dict(vectors.header), vectors.total
         for name, entry in matrices.items():
             header[name] = header_entry(entry["dtype"], entry["shape"], position + -position % ALIGN)
             position = header[name]["data_offsets"][1]
@@ -47,8 +46,8 @@ class RandomWeights(WeightBlock):
         self._drawn, self._lock = functools.cache(draw), threading.Lock()
 
     def read(self, at: int, target: np.ndarray, keep: bool = True) -> None:
-        if at < self._first:
-            self._vectors.read(at, target[: self._first - at], keep)
+        if at < self._vectors.total:
+            self._vectors.read(at, target[: self._vectors.total - at], keep)
         for i in range(bisect_right(self._ends, at), len(self._ends)):
             name, entry = self._matrices[i]
             begin, end = self.header[name]["data_offsets"]
