@@ -20,6 +20,7 @@ import functools
 import mmap
 import threading
 import zlib
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -39,18 +40,21 @@ class RandomWeights(WeightBlock):
             header[name] = header_entry(entry["dtype"], entry["shape"], position + -position % ALIGN)
             position = header[name]["data_offsets"][1]
         super().__init__(header)
-        self._vectors, self._matrices = vectors, matrices
+        self._vectors, self._matrices = vectors, [*matrices.items()]
+        self._ends = [header[name]["data_offsets"][1] for name in matrices]  # ascending
         self._filled: mmap.mmap | None = None
         self._drawn, self._lock = functools.cache(draw), threading.Lock()
 
     def read(self, at: int, target: np.ndarray, keep: bool = True) -> None:
         if at < self._vectors.total:
             self._vectors.read(at, target[: self._vectors.total - at], keep)
-        for name, entry in self._matrices.items():
+        for i in range(bisect_right(self._ends, at), len(self._ends)):
+            name, entry = self._matrices[i]
             begin, end = self.header[name]["data_offsets"]
             first, last = max(at, begin), min(at + target.nbytes, end)
-            if first < last:
-                self._fill(name, entry, first - begin, target[first - at : last - at])
+            if first >= last:
+                break
+            self._fill(name, entry, first - begin, target[first - at : last - at])
 
     def _fill(self, name: str, entry: Mapping, begin: int, target: np.ndarray) -> None:
         """The bytes of a matrix from `begin` on."""

@@ -42,21 +42,18 @@ class TensorSpec:
 
 class WeightBlock(ABC):
     """All weights as one block of bytes, which devices map or copy. header: as in safetensors, {name: {"dtype",
-    "shape", "data_offsets": [begin, end]}}, offsets into the block; every tensor begins at a multiple of 64 bytes."""
+    "shape", "data_offsets": [begin, end]}}, offsets into the block; every tensor begins at a multiple of 64 bytes.
+    total: bytes of the block."""
 
     def __init__(self, header: dict[str, dict]):
         self.header = header
+        self.total: int = max((entry["data_offsets"][1] for entry in header.values()), default=0)
 
     @property
     def places(self) -> dict[str, tuple[int, int]]:
         """Tensor to (offset in the block, bytes)."""
         spans = {name: entry["data_offsets"] for name, entry in self.header.items() if not name.startswith(PAD)}
         return {name: (begin, end - begin) for name, (begin, end) in spans.items()}
-
-    @property
-    def total(self) -> int:
-        """Bytes of the block."""
-        return max((entry["data_offsets"][1] for entry in self.header.values()), default=0)
 
     @abstractmethod
     def read(self, at: int, target: np.ndarray, keep: bool = True) -> None:

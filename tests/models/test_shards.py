@@ -88,13 +88,14 @@ def test_fewer_key_heads_than_gpus_are_repeated():
     assert not np.array_equal(first, third)
 
 
-def test_the_reference_computes_all_parts(tmp_path):
+@pytest.mark.parametrize("arch", ["generic", "nvidia"])  # the latter sums with norms for matrix units
+def test_the_reference_computes_all_parts(tmp_path, arch):
     """Against the logits of the whole model's plan, which has other shapes."""
     found = []
     for gpus in (1, 2):
         split = {"split": "tensor", "gpus": gpus} if gpus > 1 else {}
         with few_functions():
-            options = CompileOptions(target="vulkan", arch="generic", ctx=64, tuned="none", **split)
+            options = CompileOptions(target="vulkan", arch=arch, ctx=64, tuned="none", **split)
             compile_model(synthetic("tiny:q4_0"), tmp_path / str(gpus), options)
         artifact = Artifact.open(tmp_path / str(gpus))
         plan, function = plan_of(artifact), artifact.manifest["functions"]["score_64"]

@@ -80,7 +80,7 @@ class Plan:
         arrays = {p["name"]: self._array(p, arg) for p, arg in zip(kernel["params"], args, strict=True)}
         op = from_json({"op": kernel["operator"], "args": kernel["args"]})
         case = Case(op, arrays, layout_of(self.artifact), wanted_rows(op, arrays), decoded=self._decoded)
-        found, layout = results(case), getattr(op, "layout", "")
+        found, layout = results(case), getattr(op, "norm_out", "") or getattr(op, "layout", "")
         for param in kernel["params"]:
             name = param["name"]
             wanted = expected_of(param, found) if param["role"] in WRITTEN else None
