@@ -11,6 +11,7 @@ from pathlib import Path
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.options import CompileOptions
+from tests.support.llvm_levels import unoptimized
 
 # Metadata of models that are small enough to be read thousands of times.
 SIZES = {
@@ -78,7 +79,8 @@ def model(name: str) -> GGUFModel:
 
 def main(name: str, target: str, arch: str, context: str, folder: str) -> None:
     """Compiles a model to a folder."""
-    compile_model(model(name), Path(folder), CompileOptions(target=target, arch=arch, ctx=int(context)))
+    with unoptimized():
+        compile_model(model(name), Path(folder), CompileOptions(target=target, arch=arch, ctx=int(context)))
 
 
 if __name__ == "__main__":
