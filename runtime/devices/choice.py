@@ -1,6 +1,7 @@
 """Finds the GPUs that match the user's --device or $MLC_AMD_DEVICE: a number, or a part of a name."""
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
@@ -31,8 +32,10 @@ def selected(gpus: Sequence[_Gpu], wanted: str | None, api: str) -> list[_Gpu]:
     """The GPUs of `gpus` that match the user's selection, in the same order. wanted: the value of --device, or None.
     api: name of the API for the message. Raises UserError if none match."""
     text = selection(wanted)
-    numbered = [gpu for gpu in gpus if str(gpu.index) == text]  # if empty, digits may still be part of a name: "7900"
-    found = numbered or [gpu for gpu in gpus if text.lower() in gpu.name.lower()]
+    numbered = [gpu for gpu in gpus if str(gpu.index) == text]
+    # if empty, a number may still be part of a name, as 7900, but not a few digits of one
+    part = re.compile(rf"(?<!\d){text}(?!\d)" if text.isdecimal() else re.escape(text), re.IGNORECASE)
+    found = numbered or [gpu for gpu in gpus if part.search(gpu.name)]
     if not found:
         flag = VARIABLE if wanted is None else "--device"
         there = ", ".join(f"{gpu.index}: {gpu.name}" for gpu in sorted(gpus, key=lambda gpu: gpu.index))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mlc_amd.runtime.errors import UserError, shorten
+from mlc_amd.runtime.errors import QUOTED, UserError, one_line, shorten
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -83,7 +83,7 @@ def decode(data: bytes, where: str = "the image") -> "Image":
         except Image.DecompressionBombError as error:
             raise UserError(_too_large(where)) from error
         except Exception as error:  # Pillow's decoders raise errors of many kinds for damaged files
-            raise UserError(f"{where} is damaged ({shorten(error)}): {_ADVICE}") from error
+            raise UserError(f"{where} is damaged ({one_line(str(error), QUOTED)}): {_ADVICE}") from error
 
 
 def _upright_rgb(picture: "Image") -> "Image":

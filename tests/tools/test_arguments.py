@@ -106,6 +106,7 @@ def test_mistakes_are_one_line(capsys, tokens, message):
         (("compile", "--synthetic", "tiny:q4_0", "--target", "rocm", "--arch", "gfx1"), "unknown AMD GPU"),
         (("compile", "--synthetic", "tiny:q4_0", "-o", "/"), "/ exists and is not a compiled model"),
         (("pull", "llama3:8b"), "`ollama pull`"),
+        (("serve", f"here={__file__}", "/nowhere/model.gguf"), "/nowhere/model.gguf: no such file"),
         (("deploy", __file__, "--to", "linux"), "is a file, and a compiled model is a folder"),
         (
             ("bench", "--synthetic", "tiny:q4_0", "-d", "4096"),
@@ -133,7 +134,10 @@ def test_pictures_are_read_before_a_model_is_compiled(capsys, tmp_path, verb):
     Image.effect_noise((64, 64), 50).save(whole)
     damaged.write_bytes(whole.read_bytes()[:-1000])
     np.savez(ids, ids=np.array([1, -1, 2]))
-    for image, message in ((damaged, "damaged.png is damaged"), (whole, "comes without an image encoder")):
+    for image, message in (
+        (damaged, "damaged.png is damaged (image file is truncated"),
+        (whole, "comes without an image encoder"),
+    ):
         tokens = (*verb.format(ids=ids).split(), "--target", "cpu", "--image", str(image))
         assert cli.main(tokens) == 1
         assert_one_line(capsys, message)

@@ -62,6 +62,8 @@ def run(
     if not options.api_key and not options.local:
         display.message("warning: everybody who reaches this address can use the server: give it an --api-key-file")
     if not on_ray:
+        for source in filter(None, sources.values()):
+            models.check_name(source)  # also of those that are loaded later
         loaders = {name: partial(models.load_any, replace(load, model=one)) for name, one in sources.items()}
         _serve_here(loaders, options, listen(options.host, options.port, options.uds))
         return

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mlc_amd.compiler.pipeline import Summary
     from mlc_amd.runtime.engine.encoder import Encoder
     from mlc_amd.runtime.engine.engine import Engine
+    from mlc_amd.tools.hub.hub_files import Name
 
 _LISTED = 6  # files that a message lists
 _AS_IT_IS = RopeOptions()
@@ -53,17 +54,29 @@ def find(model: str | os.PathLike[str], encoder: bool = False) -> Path:
     none."""
     if found := local(model):
         return found
-    if not _has_compiler():
-        raise _missing(model)
-    from mlc_amd.tools.hub import hub, hub_files
+    name = _hub_name(model)
+    from mlc_amd.tools.hub import hub
 
-    name = hub_files.parse(str(model))
-    if name is None:
-        raise _missing(model)
     try:
         return hub.pull(name, encoder)
     except hub.Unavailable as error:
         raise UserError(f"{model}: no such file or folder here; {error}") from error
+
+
+def check_name(model: str | os.PathLike[str]) -> None:
+    """UserError if no model of that name is here and none can be on the hub, which is not asked."""
+    if local(model) is None:
+        _hub_name(model)
+
+
+def _hub_name(model: str | os.PathLike[str]) -> Name:
+    """UserError if it is no name of the hub's, or in a bundle."""
+    if _has_compiler():
+        from mlc_amd.tools.hub import hub_files
+
+        if name := hub_files.parse(str(model)):
+            return name
+    raise _missing(model)
 
 
 def local(model: str | os.PathLike[str]) -> Path | None:

@@ -138,6 +138,7 @@ def test_the_choice(lavapipe, monkeypatch):
     assert choose(here, NEEDS)[1] == "generic"  # 2 comes before 3 of the same size, and it runs the second profile
     assert choose(here, NEEDS, "3") == (here[3], "vangogh")
     assert choose(here, NEEDS, "custom gpu") == (here[1], "vangogh")
+    assert choose(here, NEEDS, "580") == (here[2], "generic")
     monkeypatch.setenv("MLC_AMD_DEVICE", "1")
     assert choose(here, NEEDS)[0].index == 1
     assert choose(here, NEEDS, "0")[0].index == 0  # the flag counts more
@@ -147,6 +148,8 @@ def test_errors_of_the_choice(lavapipe, monkeypatch):
     here = gpus(lavapipe)
     with pytest.raises(UserError, match="--device 9: no such Vulkan device here; there are 0: llvmpipe, 1: AMD Custom"):
         choose(here, NEEDS, "9")
+    with pytest.raises(UserError, match="--device 58: no such"):  # digits of the RX 580
+        choose(here, NEEDS, "58")
     monkeypatch.setenv("MLC_AMD_DEVICE", "geforce")
     with pytest.raises(UserError, match="MLC_AMD_DEVICE geforce: no such"):
         choose(here, NEEDS)
