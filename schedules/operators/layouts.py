@@ -23,8 +23,8 @@ def _tiles(m: int, k: int, p: int) -> list[Tensor]:
     return [((tiles, k // 32, p, 32), "int8"), ((tiles, k // 32, 8, p), "float32")]
 
 
-# Layout name, without the number after a colon, to a function that returns the tensors of m rows of k columns. The order
-# of elements: for "tiles" see schedules/cpu/linear/quantize.py, for the others schedules/gpu/base/quantize.py.
+# Layout name, without the number after a colon, to a function that returns the tensors of m rows of k columns. The
+# order of elements: for "tiles" see schedules/cpu/linear/quantize.py, for the others schedules/gpu/base/quantize.py.
 LAYOUTS: dict[str, Callable[..., list[Tensor]]] = {
     "": lambda m, k: [((m, k), "float32")],
     "tiles": _tiles,  # int8 blocks of 32 columns; p tokens are interleaved
