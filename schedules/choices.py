@@ -1,4 +1,5 @@
-"""How many blocks of keys a row of sparse attention takes (schedules/operators/indexer.py)."""
+"""The number of blocks and keys that sparse attention chooses for a row (schedules/operators/indexer.py), as TensorIR
+expressions."""
 
 from tvm.tirx.script import builder as T
 
@@ -7,7 +8,7 @@ from mlc_amd.schedules.tir import Expr
 
 
 def choices(op: SelectKeys | SelectedAttention, position: Expr) -> Expr:
-    """Of a row at that position."""
+    """The number of blocks that a row at this position has, int32."""
     tail = op.tail if isinstance(op, SelectedAttention) else op.block > 1 and not op.by_head
     most = T.int32(op.used)
     if tail:
@@ -16,7 +17,8 @@ def choices(op: SelectKeys | SelectedAttention, position: Expr) -> Expr:
 
 
 def keys_of(op: SelectedAttention, count: Expr, last: Expr, position: Expr) -> Expr:
-    """Keys of that many blocks, the last of which has number `last`, up to the row's own."""
+    """The number of keys that a row at `position` attends to, int32. count: its number of blocks; last: the number of
+    the last one, whose keys after the row's position do not count."""
     if op.block == 1:
         return count
     return T.Bind(count * op.block - T.max((last + 1) * op.block - 1 - position, T.int32(0)))

@@ -1,8 +1,7 @@
-"""One weight from its code and scales, as a TensorIR expression: the formula of `formats.py`, whatever the layout of
-the planes.
+"""The value of a weight as a TensorIR expression of its code and scales: the formula of formats.py.
 
-Layouts (`cpu/planes.py`, `gpu/planes.py`) say where a code and a scale lie; this says what they mean, bit for bit as
-gguf-py's `dequantize`.
+It is independent of where codes and scales are stored (cpu/linear/planes.py, gpu/base/planes.py). The results are equal
+to those of gguf-py's `dequantize`, bit for bit.
 """
 
 from collections.abc import Callable
@@ -14,24 +13,24 @@ from mlc_amd.schedules.tir import Expr
 
 
 def float_weight(fmt: Format, stored: Expr) -> Expr:
-    """A stored f32, f16 or bf16 (its bits as uint16) as float32."""
+    """The float32 value of a stored weight of the format f32, f16 or bf16 (stored as its bits, uint16)."""
     return (
         tirx.reinterpret("float32", stored.astype("uint32") << 16) if fmt.name == "bf16" else stored.astype("float32")
     )
 
 
 def minifloat(kind: str, byte: Expr) -> Expr:
-    """A byte of one of MINIFLOATS as float32. byte: int32 of any number of lanes."""
+    """The float32 value of a byte in a format of MINIFLOATS. kind: the format; byte: int32, scalar or vector."""
     bits = f"float32{str(byte.ty).removeprefix('int32')}"
-    if kind == "e8m0":  # 2**(byte - 128): an exponent, or below 2 the denormals 2**-128 and 2**-127
+    if kind == "e8m0":  # 2**(byte - 128): a float32 exponent; bytes 0 and 1 are the denormals 2**-128 and 2**-127
         return tirx.reinterpret(bits, tirx.max((byte + 1) << 21, (byte - 1) << 23))
     small: Expr = tirx.reinterpret(bits, byte << 20)
-    return small * 2.0**112  # float32 has a bias larger by 112
+    return small * 2.0**112  # the exponent bias of float32 is larger by 112 than that of float16
 
 
 def int8_weight(fmt: Format, value: Expr, at: Callable[[str, int], Expr]) -> Expr:
-    """float32 weight of an int8 format. value: code - zero or the table's entry, int32; at(plane, columns): the element
-    of a scale plane that serves this weight, where one stands for `columns` columns."""
+    """The float32 weight of an int8 format. value: code - zero, or the table's entry, int32. at(plane, columns): the
+    element of a scale plane for this weight; an element is for `columns` columns."""
 
     def real(x: Expr) -> Expr:
         return x.astype("float32")

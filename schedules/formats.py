@@ -1,18 +1,18 @@
-"""The weight formats: one line per GGUF tensor type that this project runs, as data.
+"""The weight formats as data: `FORMATS` has one `Format` for each GGUF tensor type that this project supports.
 
-In: nothing. Out: `FORMATS`, read by everything that packs, decodes or multiplies weights. What a format's planes look
-like in memory is the business of the target (`schedules/cpu/linear/planes.py`), what its GGUF blocks look like that of
-`compiler/quant/unpack.py`.
+A weight matrix is stored as planes: arrays that each hold one part of all weights, such as the codes or the scales. All
+code that packs, decodes or multiplies weights reads `FORMATS`. Where a plane has which weight is defined by the target
+(schedules/cpu/linear/planes.py, schedules/gpu/base/planes.py), the blocks in a GGUF file by compiler/quant/unpack.py.
 
-Every int8 format is the same affine map, with the parts that a format lacks left out:
+Every int8 format is one of two affine maps of a code, without the factors or terms whose planes the format lacks:
 
     weight = D * S * value - DM * Z        value = code - zero, or table[code]
     weight = D * value + M
 
-`code` is an unsigned integer put together from the bit planes in `codes`, low bits first (q8_0: one signed byte). All
-products are exact in float32 (11 significant bits of D, at most 12 of S and the value together, 24 fit), so only the
-last addition rounds, and every order of evaluation, with fused multiply-add or without, gives the bits that ggml's and
-gguf-py's references give.
+`code` is an unsigned integer, whose bits are in the bit planes `codes`, the low bits in the first plane (q8_0: one
+signed byte). All products are exact in float32: D has 11 significant bits, S and the value together at most 12, and
+float32 has 24. So only the last addition rounds. Any order of evaluation, with or without fused multiply-add, produces
+the same bits as the references of ggml and gguf-py.
 """
 
 from collections.abc import Mapping
@@ -21,25 +21,26 @@ from typing import Any
 
 from mlc_amd.runtime.errors import UserError
 
-# kvalues_iq4nl of ggml-common.h: the 16 values a code of iq4_nl and iq4_xs stands for
+# Tables: the value of each code. kvalues_iq4nl of ggml-common.h, for iq4_nl and iq4_xs
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
-# Magnitudes in the codebooks of ggml-common.h (iq2xxs_grid, iq3xxs_grid, iq3s_grid) and the same below 0; code 3 of iq2
-# stands for nothing
+# The magnitudes in the codebooks of ggml-common.h (iq2xxs_grid, iq3xxs_grid, iq3s_grid), then the same with a minus
+# sign. Codes 3 and 7 of iq2 are unused.
 IQ2_VALUES = (8, 25, 43, 0, -8, -25, -43, 0)
 IQ3_XXS_VALUES = (4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62)
 IQ3_S_VALUES = (1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15)
-# iq1s_grid's -1, 0 and 1 plus IQ1S_DELTA (1/8), and minus it, in eighths
+# In units of 1/8: iq1s_grid's -1, 0 and 1 plus IQ1S_DELTA (1/8); then minus IQ1S_DELTA. Codes 3 and 7 are unused.
 IQ1_VALUES = (-7, 1, 9, 0, -9, -1, 7, 0)
-# kvalues_mxfp4 of ggml-common.h: the values of a 4-bit float (E2M1), doubled
+# kvalues_mxfp4 of ggml-common.h: twice the values of a 4-bit float (E2M1)
 FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
-# Floats of 8 bits without sign, as which S may be stored (`decode.minifloat`): an exponent alone, half of OCP's E8M0
-# (2**(e - 128), also for 255); and bits 14 to 7 of a float16, which hold every UE4M3 without denormals
+# Unsigned 8-bit floats in which S may be stored (decode.py: `minifloat`). e8m0 is only an exponent: its value is
+# 2**(e - 128) for all e, half of OCP's E8M0. e5m3 is bits 14 to 7 of a float16, which hold every UE4M3 without
+# denormals.
 MINIFLOATS = ("e8m0", "e5m3")
 
 HALF_MAX = 65504.0  # the largest float16
-PLANE_BITS = {"Q1": 1, "Q2": 2, "Q4": 4, "Q8": 8}  # bits of a code that one plane holds
+PLANE_BITS = {"Q1": 1, "Q2": 2, "Q4": 4, "Q8": 8}  # bits of each code that a plane holds
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,13 @@ class Format:
     block_bytes: int  # bytes of a GGUF block
     kind: str  # "float": multiplied in float32; "int8": multiplied with int8 activations
     codes: tuple[str, ...]  # bit planes of the code, low bits first; keys of PLANE_BITS
-    zero: int  # the code that means 0
-    table: tuple[int, ...] | None  # what the codes stand for where that is not code - zero
-    group: int  # columns that share a scale (int8 formats: 16 or 32)
-    scales: tuple[str, ...]  # scale and minimum planes, in the order in which they are stored
-    dtype: str  # of S ("" without S), or one of MINIFLOATS; of W for float formats (bf16: its bits as uint16)
-    unit: float = 1.0  # a power of two
+    zero: int  # the code whose value is 0; without a table
+    table: tuple[int, ...] | None  # the value of each code; None: code - zero
+    group: int  # columns that share an element of S and Z (int8 formats: 16 or 32)
+    scales: tuple[str, ...]  # names of the planes D, S, Z, M and DM that the format has, in the order of storage
+    # int8 formats: dtype of S, or one of MINIFLOATS, "" without S. Float formats: dtype of the weights (bf16: uint16)
+    dtype: str
+    unit: float = 1.0  # factor of all values in `table`, a power of two
 
     @property
     def signed(self) -> bool:
@@ -66,7 +68,8 @@ class Format:
 
     @property
     def minimum(self) -> str | None:
-        """Plane of the float16 minimums: "M" (added), "DM" (times Z or S's high nibble, subtracted) or None."""
+        """The plane of float16 minimums: "M" (added), "DM" (multiplied by Z, or by the high nibble of S, and
+        subtracted), or None."""
         return next((p for p in ("M", "DM") if p in self.scales), None)
 
     @property
@@ -76,11 +79,11 @@ class Format:
 
     @property
     def minifloat(self) -> str | None:
-        """Which of MINIFLOATS the bytes of S are, if any."""
+        """The one of MINIFLOATS in which S is stored, or None."""
         return self.dtype if self.dtype in MINIFLOATS else None
 
     def scale_plane(self, plane: str) -> tuple[int, str]:
-        """(columns that one number of this scale plane serves, the plane's dtype)."""
+        """(number of columns that share an element of this scale plane, dtype of the plane)."""
         if plane not in ("S", "Z"):
             return self.block, "float16"
         return self.group, self.dtype if plane == "S" and not self.minifloat else "uint8"
@@ -97,7 +100,7 @@ class Format:
 
     @property
     def memory_bits(self) -> float:
-        """Bits of a weight in planes."""
+        """Bits of a weight in memory, in planes: codes and scales."""
         if self.kind == "float":
             return self.file_bits
         planes = (self.scale_plane(plane) for plane in self.scales)
@@ -105,7 +108,7 @@ class Format:
 
     @property
     def expanded(self) -> bool:
-        """The codes alone take more bits than the blocks of a file: these are compressed further."""
+        """Whether codes take more bits in memory than whole blocks in the file, which are compressed further."""
         return self.kind == "int8" and self.code_bits > self.file_bits
 
 
@@ -146,12 +149,12 @@ _BY_GGUF_TYPE = {f.gguf_type: f for f in FORMATS.values()}
 
 
 def by_gguf_type(gguf_type: int) -> Format | None:
-    """The format of a tensor whose GGUF type has this number (GGMLQuantizationType), None when it is not supported."""
+    """The format with this number in GGUF (GGMLQuantizationType); None if it is not supported."""
     return _BY_GGUF_TYPE.get(int(gguf_type))
 
 
 def lookup(fmt: "str | Format") -> Format:
-    """The format of that name (a Format passes through). UserError for an unknown name."""
+    """The format of this name; a Format is returned unchanged. Raises UserError for an unknown name."""
     if isinstance(fmt, Format):
         return fmt
     if fmt not in FORMATS:
@@ -160,5 +163,5 @@ def lookup(fmt: "str | Format") -> Format:
 
 
 def parameters(totals: Mapping[str, Any]) -> int:
-    """How many weights a model has, by the manifest's `formats`."""
+    """The number of weights of a model. totals: the manifest's `formats`, format name to an entry with "bytes"."""
     return sum(entry["bytes"] // lookup(name).block_bytes * lookup(name).block for name, entry in totals.items())

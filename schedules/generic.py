@@ -1,13 +1,13 @@
-"""A simple, correct schedule for any operator without a kernel of its own: elementwise operators, anything that moves
-elements (broadcast, slices, concatenation, casts), and reductions.
+"""A simple, correct schedule for any function that has no kernel of this project: elementwise functions, functions that
+move elements (broadcast, slices, concatenation, casts), and reductions.
 
-In: a PrimFunc of blocks as TVM's legalization and fusion make it, all extents static. Out: the same with its loops
-scheduled for an arch. Each block that remains after inlining is a loop nest: on a CPU parallel over rows, on a GPU a
-launch, with scratch buffers between them.
+In: a PrimFunc of blocks with static extents, as TVM's legalization and fusion produce it. Out: the PrimFunc with its
+loops scheduled for an arch. Small blocks are inlined into their users. Each remaining block becomes a loop nest, with
+scratch buffers between the nests: on a CPU it is parallel over rows, on a GPU it is a launch.
 
-GPU: one thread an element, or several elements where there are more than a grid has threads. A long reduction with few
-results is two launches: LANES partial results each, then their reduction. No thread reads what another one of its
-launch wrote.
+On a GPU each thread computes one element, or several if there are more elements than threads in a grid. A long
+reduction with few results becomes two launches: the first computes LANES partial results for each result, the second
+reduces them. No thread reads what another thread of the same launch wrote.
 """
 
 from math import prod
@@ -16,19 +16,19 @@ import tvm
 import tvm_ffi
 from tvm import s_tir, tirx
 
-# Functions that compiler/codegen/functions.py expands for CPUs, instead of the C library's.
+# Functions that compiler/codegen/functions.py expands for CPUs, instead of calling the C library
 EXPANDED = ("exp", "exp2", "log", "log2", "log10", "pow", "sigmoid", "tanh", "erf", "sin", "cos")
-SERIAL = 1 << 14  # steps of a loop nest below which a CPU uses one thread
-CHUNK = 1024  # columns that one CPU thread works on at a time where there are few rows
-VECTOR = 16  # elements
-GROUPS = 1 << 15  # workgroups of a launch: all drivers take more
-LANES = 64  # partial results of a long reduction
-MOST_PARTIAL = 1 << 18  # partial results in memory
+SERIAL = 1 << 14  # a CPU runs a loop nest with fewer steps on one thread
+CHUNK = 1024  # columns of a task of a CPU thread, if there are few rows
+VECTOR = 16  # elements of a CPU vector
+GROUPS = 1 << 15  # largest number of workgroups of a launch; all drivers allow more
+LANES = 64  # partial results for each result of a long reduction
+MOST_PARTIAL = 1 << 18  # largest number of partial results of a launch
 
 
 def schedule(func: tirx.PrimFunc, arch) -> tirx.PrimFunc:
-    """`func` scheduled for a CPU's Arch, a GpuArch or a Profile. ValueError for a function that is not made of blocks,
-    such as a call of a library."""
+    """Returns `func` scheduled for an arch: a CPU's Arch, a GpuArch or a Profile. Raises ValueError if it has no
+    blocks, as a call of a library has none."""
     sch = s_tir.Schedule(func)
     try:
         root = sch.get_sblock("root")
@@ -40,7 +40,7 @@ def schedule(func: tirx.PrimFunc, arch) -> tirx.PrimFunc:
             _cpu(sch, block)
         else:
             _gpu(sch, block, arch.threads)
-    # flattening an index like (i * 256 + j) % 256 // 64 * 48 divides by zero where i * 256 + j is not taken apart yet
+    # Simplified, because flattening an index like (i * 256 + j) % 256 // 64 * 48 would otherwise divide by zero.
     return (sch.mod if arch.api == "cpu" else tirx.transform.StmtSimplify()(sch.mod))["main"]
 
 
@@ -56,8 +56,8 @@ def _steps(sch, block) -> int:
 
 
 def _inline(sch, root) -> None:
-    """Computes elements where they are used, unless a reduction would compute them over and over. Users first: what
-    they became part of counts."""
+    """Inlines blocks into their users, unless a reduction would then compute the same element repeatedly. Users are
+    visited before the blocks that they use, because inlining a user changes who uses the block."""
     for block in reversed(sch.get_child_blocks(root)):
         users = sch.get_consumers(block)
         again = any(_is_reduction(sch, user) and _steps(sch, user) > _steps(sch, block) for user in users)
@@ -69,7 +69,8 @@ def _inline(sch, root) -> None:
 
 
 def _loops(sch, block) -> tuple[list, list]:
-    """The block's loops: over results, which it has at least one of, and over what is reduced; in this order."""
+    """(loops over results, at least one; loops over the reduced dimensions). Reorders the block's loops to this
+    order."""
     over, reduced, loops, summed = [], [], sch.get_loops(block), []
     if loops:
         (realize,) = _realizations(sch, block, loops[0])
@@ -104,7 +105,7 @@ def _cpu(sch, block) -> None:
     columns = int(sch.get(last).extent)
     parallel = steps >= SERIAL
     if parallel and (not rows or prod(int(sch.get(row).extent) for row in rows) < VECTOR) and columns > CHUNK:
-        if reduced:  # so many steps of each result that a few of them are work enough
+        if reduced:  # each result takes many steps, so a task of a few results is large enough
             outer, last = sch.split(last, [None, VECTOR])
         else:
             outer, last = sch.split(last, [None, CHUNK])
@@ -119,7 +120,8 @@ def _cpu(sch, block) -> None:
 
 
 def _calls(sch, block) -> bool:
-    """Whether it calls functions of EXPANDED: LLVM makes vectors of what they become, a number at a time."""
+    """Whether the block calls functions of EXPANDED. It is then not vectorized here: LLVM vectorizes their expansion
+    itself."""
     found = []
 
     def visit(call) -> None:
@@ -148,7 +150,7 @@ def _gpu(sch, block, threads: int) -> None:
 
 
 def _reduce(sch, block, threads: int) -> None:
-    """One thread a result, which it sums up in registers."""
+    """Schedules a reduction: each thread computes a result, which it accumulates in registers."""
     over, reduced = _loops(sch, block)
     single = len(sch.get(block).writes) == 1
     stored = sch.cache_write(block, 0, "local") if single else None
@@ -159,7 +161,7 @@ def _reduce(sch, block, threads: int) -> None:
 
 
 def _bind(sch, over, threads: int):
-    """Binds loops over results to threads; the innermost loop over results that remains."""
+    """Binds loops over results to workgroups and threads. Returns the innermost loop over results."""
     loop = sch.fuse(*over) if len(over) > 1 else over[0]
     extent = int(sch.get(loop).extent)
     if extent > GROUPS * threads:

@@ -1,5 +1,6 @@
-"""Parameters of the kernels between projections and attention, which are the same on all targets. Q, K, V and the
-norms' weights are padded to multiples of 16 columns, as linear layers' results and vectors are."""
+"""The parameters of `RopeKvWrite`, `RopeAttention` and `LatentKvWrite` before the cache, which are the same on all
+targets. Q, K, V and the norms' weights are padded to multiples of 16 columns, as all results of linear layers and all
+vectors of weights are."""
 
 from typing import NamedTuple
 
@@ -9,9 +10,9 @@ from mlc_amd.schedules.tir import Buffer, declared
 
 
 class Sources(NamedTuple):
-    """Q float32 [m, heads*d], K and V [m, kv_heads*d], the norms' weights QN and KN [d], CS [ctx, rotary] with CS[pos,
-    2i] = cos, CS[pos, 2i+1] = sin of pair i, or [m, rotary] with those of each row. None: the kernel has no such
-    parameter."""
+    """Q float32 [m, heads*d], K and V [m, kv_heads*d], the norms' weights QN and KN [d], the table CS [ctx, rotary]:
+    CS[position, 2i] is the cosine of pair i, CS[position, 2i+1] its sine. With `Rope.by_row` CS is [m, rotary], with a
+    row for each row of the step. None: the kernel has no such parameter."""
 
     Q: Buffer
     K: Buffer
@@ -22,8 +23,8 @@ class Sources(NamedTuple):
 
 
 def rope_args(attention: Attention, m: int, rope: Rope) -> Sources:
-    """Declares the parameters; K, V and KN with rope.writes only. UserError for a number of rotated elements that is
-    odd or larger than the head."""
+    """Declares the parameters; K, V and KN only with rope.writes. Raises UserError if rope.rotary is odd or larger than
+    a head."""
     d, normed = attention.d, rope.eps is not None
     if rope.rotary % 2 or not 0 <= rope.rotary <= d:
         raise UserError(f"rotary embedding needs an even number of elements, at most the head's {d}, not {rope.rotary}")
@@ -35,9 +36,9 @@ def rope_args(attention: Attention, m: int, rope: Rope) -> Sources:
 
 
 def latent_args(op: LatentKvWrite) -> list[Buffer]:
-    """Declares Q float32 [m, heads*(d-values)], L [m, heads*values], K [m, d], KN [values] and, unless rotary is 0
-    (None), CS as of Sources. A head's query is [L | rotated Q], a key [K's first columns normalized, times KN | the
-    others rotated]."""
+    """Declares Q float32 [m, heads*(d-values)], L [m, heads*values], K [m, d], KN [values], and CS as in `Sources`
+    (None if rotary is 0). The query of a head is the columns of L, then those of Q, rotated. A key is the norm of the
+    first `values` columns of K, times KN, then its other columns, rotated."""
     layer, m = op.layer, op.m
     shared = layer.d - layer.values
     inputs = {

@@ -1,6 +1,7 @@
-"""Which function builds an operator's kernel on a target, and which plans the kernel can be built with.
+"""`Registry`: for each operator, the function that builds its kernel on a target, and the function that returns the
+plans with which the kernel can be built.
 
-The modules of schedules/cpu and schedules/gpu register theirs, each package in a `Registry` of its own:
+schedules/cpu and schedules/gpu have a `Registry` each, to which their modules add functions:
 
     @registry.builds(Gate)
     def gate(op: Gate, arch: Device, name: str, plan: GatePlan | None) -> tirx.PrimFunc: ...
@@ -8,9 +9,11 @@ The modules of schedules/cpu and schedules/gpu register theirs, each package in 
     @registry.plans(Gate)
     def plans(op: Gate, arch: Device) -> Space | None: ...
 
-(Of the GPU's kernels `gpu/base/step.builds` does the former, and declares their first parameter.) A builder's `plan` is
-None for the plan that the kernel's rule makes. The kernel's parameters are the operator's `slots`. ValueError or
-UserError for what the arch cannot run. An operator without a space has one plan only.
+For GPU kernels, gpu/base/step.py has its own `builds`, which also declares the first parameter, `state`.
+
+A builder returns a kernel whose parameters are those of the operator's `slots`. For plan None it uses the plan that its
+rule decides. It raises ValueError or UserError if the arch cannot run the operator or the plan. An operator without a
+function for plans has only one plan.
 """
 
 import importlib
@@ -24,7 +27,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Registry:
-    """package: the full name of the package whose modules register kernels; all are imported on first use."""
+    """package: the full name of the package whose modules register functions. All its modules are imported on first
+    use."""
 
     def __init__(self, package: str):
         self._package, self._imported = package, False
@@ -32,20 +36,23 @@ class Registry:
         self._spaces: dict[type[Operator], Callable[..., Any]] = {}
 
     def builds(self, *operators: type[Operator]) -> Callable[[Function], Function]:
+        """A decorator that registers a function of `builders` for these operators. Raises ValueError if an operator has
+        one already; so does `plans`."""
         return self._adder(self._builders, operators)
 
     def plans(self, *operators: type[Operator]) -> Callable[[Function], Function]:
+        """A decorator that registers a function of `spaces` for these operators."""
         return self._adder(self._spaces, operators)
 
     @property
     def builders(self) -> Mapping[type[Operator], Callable[..., Any]]:
-        """Operator to function (op, arch, name, plan) that makes its PrimFunc."""
+        """Operator class to a function (op, arch, name, plan) that returns its PrimFunc."""
         self._import()
         return self._builders
 
     @property
     def spaces(self) -> Mapping[type[Operator], Callable[..., Any]]:
-        """Operator to function (op, arch) that makes its Space, or None for a single plan."""
+        """Operator class to a function (op, arch) that returns its Space, or None for a single plan."""
         self._import()
         return self._spaces
 

@@ -1,6 +1,7 @@
-"""The plans worth measuring: for each operator of a target, the values of each field of its kernel's plan.
+"""`Space`: the plans of an operator's kernel that tuning measures on an arch. A plan is a dataclass of integers; a
+space has the values to try for each of its fields.
 
-Plans that the arch cannot run are left out, and all but one of those that make the same kernel.
+Left out are plans that the arch cannot run, and all but one of the plans that produce the same kernel.
 """
 
 import functools
@@ -13,16 +14,16 @@ from typing import Any, NamedTuple
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.operators import Operator
 
-PACKAGES = {"rocm": "gpu", "vulkan": "gpu", "cpu": "cpu"}  # by an arch's api: where its kernels are registered
+PACKAGES = {"rocm": "gpu", "vulkan": "gpu", "cpu": "cpu"}  # an arch's `api` to the package with its Registry
 
 
 class Kernel(NamedTuple):
-    """What a plan comes to, as far as it can be told without building it.
+    """Facts about the kernel of a plan, which are known without building it.
 
-    same        plans with equal ones make the same kernel
-    workgroups  tasks, on a CPU
-    threads     of a workgroup
-    loads       bytes that a thread has in flight, roughly
+    same        a key; plans with equal keys produce the same kernel
+    workgroups  number of workgroups; on a CPU, of tasks
+    threads     threads of a workgroup
+    loads       approximate number of bytes that a thread has in flight
     """
 
     same: Hashable
@@ -35,10 +36,10 @@ class Kernel(NamedTuple):
 class Space:
     """The plans of one workload on one arch.
 
-    plan_type  frozen dataclass whose fields are all integers
-    choices    field name: values, ascending; all fields, in their order
+    plan_type  a frozen dataclass whose fields are all integers
+    choices    name of each field, in their order, to the values to try, ascending
     default    the plan without tuning; its values are added to the choices
-    kernel     what a plan comes to; ValueError or UserError for a plan that the arch cannot run
+    kernel     a function that returns the Kernel of a plan; raises ValueError or UserError if the arch cannot run it
     """
 
     plan_type: type
@@ -54,7 +55,7 @@ class Space:
         object.__setattr__(self, "choices", merged)
 
     def valid(self, plan) -> str | None:
-        """None, or why the arch cannot run the plan."""
+        """None if the arch can run the plan, otherwise the reason why it cannot."""
         try:
             self.kernel(plan)
         except (ValueError, UserError) as error:
@@ -62,7 +63,8 @@ class Space:
         return None
 
     def parse(self, values: dict):
-        """The plan with these values by field name. ValueError, which says why, if the space has no such plan."""
+        """The plan with these values. values: field name to value. Raises ValueError with the reason if the space has
+        no such plan."""
         if values.keys() != self.choices.keys():
             raise ValueError(f"its plan has the fields {', '.join(values)}, not {', '.join(self.choices)}")
         if outside := [name for name, choices in self.choices.items() if values[name] not in choices]:
@@ -74,11 +76,11 @@ class Space:
 
     @functools.cached_property
     def plans(self) -> list:
-        """Every plan worth measuring, the default first; of those that make the same kernel, the first one."""
+        """All plans to measure, the default first. Of plans that produce the same kernel, only the first."""
         return list(self._by_kernel.values())
 
     def _distinct(self) -> Iterator[tuple[Hashable, Any]]:
-        """(what tells its kernel from others, plan)."""
+        """(`Kernel.same`, plan) of each plan of `plans`."""
         known = set()
         for values in itertools.chain([astuple(self.default)], itertools.product(*self.choices.values())):
             plan = self.plan_type(*values)
@@ -96,7 +98,7 @@ class Space:
         return len(list(itertools.islice(self._distinct(), 2))) > 1
 
     def equal(self, plan):
-        """The plan of `plans` that makes the same kernel as this one. KeyError if there is none."""
+        """The plan of `plans` that produces the same kernel as this plan. Raises KeyError if there is none."""
         return self._by_kernel[self.kernel(plan).same]
 
     @functools.cached_property
@@ -105,8 +107,8 @@ class Space:
 
 
 def planned(choices: dict[str, tuple[int, ...]], default: Callable[[Any, Any], Any]) -> Callable[..., Callable]:
-    """A decorator: of kernel(op, arch, plan), which says what a plan comes to, it makes the function (op, arch) that
-    returns the Space. default: of (op, arch), the plan without tuning."""
+    """A decorator for a function kernel(op, arch, plan) that returns a Kernel: makes it a function (op, arch) that
+    returns the Space. choices: see `Space`. default(op, arch): returns the plan without tuning."""
 
     def decorated(kernel: Callable[[Any, Any, Any], Kernel]) -> Callable[[Any, Any], Space]:
         def found(op: Any, arch: Any) -> Space:
@@ -120,8 +122,8 @@ def planned(choices: dict[str, tuple[int, ...]], default: Callable[[Any, Any], A
 
 @functools.cache
 def space(op: Operator, arch) -> Space | None:
-    """The operator's space on an arch (a GpuArch, Profile or cpu Arch); None if there is only one plan. Cached, since
-    listing a space's plans takes long. ValueError or UserError for one without kernels."""
+    """The operator's space on an arch (a GpuArch, Profile or cpu Arch); None if there is only one plan. Cached, because
+    it takes long to enumerate a space's plans. Raises ValueError or UserError if the arch cannot run the operator."""
     spaces = importlib.import_module(f"mlc_amd.schedules.{PACKAGES[arch.api]}").registry.spaces
     found = spaces[type(op)](op, arch) if type(op) in spaces else None
     return found if found and found.open else None

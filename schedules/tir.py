@@ -1,5 +1,5 @@
-"""Names of TensorIR's values for annotations, as TVM's stubs do not cover its builder (type checkers see `Any`), and
-parameters of kernels."""
+"""Type names for values of TVM's TensorIR builder, and `declared`, which declares parameters of kernels. TVM has no
+stubs for the builder, so the types are `Any`."""
 
 from typing import Any
 
@@ -11,5 +11,6 @@ Frame = Any  # a context manager of the builder: a loop, a condition
 
 
 def declared(dtype: str = "float32", /, **shapes: tuple[int, ...] | None) -> list[Buffer]:
-    """Declares parameters of a kernel by name, in this order. None for a shape: there is no such parameter."""
+    """Declares parameters of a kernel, in this order: name=shape. Returns a buffer for each; None where the shape is
+    None, as the kernel has no such parameter."""
     return [T.arg(name, T.buffer(shape, dtype)) if shape else None for name, shape in shapes.items()]

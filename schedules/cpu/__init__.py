@@ -1,4 +1,4 @@
-"""TensorIR kernels for x86 CPUs: explicit vectors, lanes are rows of weights."""
+"""TensorIR kernels for x86 CPUs, with explicit vectors. In matrix products a vector lane is a row of a weight."""
 
 from mlc_amd.schedules.registry import Registry
 

@@ -1,4 +1,5 @@
-"""The operators of decoders: what each takes, returns and costs, declared once (base.py) and without TVM."""
+"""The operators of models: what each one takes, returns and costs. Each is declared once, as a subclass of `Operator`
+(base.py), without TVM."""
 
 from mlc_amd.schedules.operators.attention import CausalAttention, LatentKvWrite, RopeAttention, RopeKvWrite
 from mlc_amd.schedules.operators.base import FREE, OPERATORS, VERSION, Operator, Parameter, costs, from_json, parameters

@@ -1,19 +1,23 @@
-"""What an operator is: a dataclass whose fields are its attributes, declared once for all parts of the compiler.
+"""`Operator`, the base class of all operators: a frozen dataclass whose fields are the operator's attributes. All parts
+of the compiler use this one declaration: an `Operator` is the attributes of a call in the graph, the workload of its
+kernel, the entry in the tuning database, and `args` in the manifest. Its members determine
 
-The attributes of a call in the graph, the workload of its kernel, the entry in tuning's database and the manifest's
-`args` are one value: an `Operator`. From its declaration follow
-
-    results, written     types of a Relax call's results (compiler/ops.py)
-    slots                roles of its kernel's parameters, in order
-    operations, slots    costs of a call, which `bench` and `inspect` show
+    results, written     the types of a Relax call's results (compiler/ops.py)
+    slots                the roles of its kernel's parameters, in order
+    operations, slots    the costs of a call, which `bench` and `inspect` show
     label                the kernel's name in an artifact
-    args, key            its identity in records of tuning
+    args, key            its identity in tuning records
 
-A target has a builder for each (schedules/cpu, schedules/gpu), tools/reference computes it in numpy.
+Each target has a function that builds the kernel of an operator (schedules/cpu, schedules/gpu). tools/reference
+computes each operator in numpy.
 
-Roles are those of runtime/measure/candidate.py: state, rows and pages (where rows are in sequences, where sequences are
-in the cache), cells (where their states are), input, weight (planes, vectors, tables), cache (read or written
-in place), states (the same of each sequence), output, work, zero (workspace, which is zero before and after each call).
+Docstrings of operators have the form "(arguments) -> results", without the first argument, `state`; [x] is an argument
+that only some attributes add.
+
+The role of a parameter is one of runtime/measure/candidate.py: state; rows (position and slot of each row); pages (the
+page table of the KV cache); cells (where the states of sequences are); input; weight (planes, vectors, tables); cache
+(keys and values, read or written in place); states (of sequences, read and written in place); output; work (workspace);
+zero (workspace that is zero before and after each call).
 """
 
 import functools
@@ -34,21 +38,22 @@ from mlc_amd.schedules.operators.layouts import Tensor, output_rows
 BYTES = {
     "int8": 1, "uint8": 1, "float16": 2, "bfloat16": 2, "uint16": 2, "int16": 2, "int32": 4, "uint32": 4, "float32": 4,
 }  # fmt: skip
-VERSION = 3  # of the plans' meaning and of the attributes' names: records of another version are stale
+VERSION = 3  # version of tuning records; changes with the meaning of plans or the names of attributes
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Parameters of one role that follow one another.
+    """Consecutive parameters of a kernel that have the same role.
 
-    names     they have, in any number
-    prefix    or how their names begin: the planes of a packed matrix; "" with `until`: all names until that one
-    matrix    (format, columns) of these
-    rows      of a table of which a token needs one; 0: it is read whole
-    share     of a packed matrix that a call reads: below 1 where rows choose some of its experts
-    columns   of an output that are not padding; 0: all
-    slots     whether it says where rows go in a mixture of experts, or has a row for each slot and is written
-    optional  whether a kernel may lack it
+    names     the names that the parameters may have; a kernel has one or more of them
+    prefix    without `names`: what their names begin with, for the planes of a packed matrix
+    until     without `names` and `prefix`: all parameters before the one of this name
+    matrix    (format, columns) of the packed matrix
+    rows      rows of a table of which each token reads one row; 0: the parameters are read completely
+    share     the fraction of a packed matrix that a call reads: below 1 for a stack of experts
+    columns   columns of an output that are not padding; 0: all
+    slots     mixture of experts: true for an input that maps rows to slots, and for an output with a row for each slot
+    optional  true if a kernel may lack these parameters
     """
 
     role: str
@@ -63,6 +68,7 @@ class Slot:
     optional: bool = False
 
     def takes(self, name: str) -> bool:
+        """Whether a parameter of this name belongs to the slot."""
         if self.names:
             return name in self.names
         return name != self.until if self.until else name.startswith(self.prefix)
@@ -71,13 +77,13 @@ class Slot:
 STATE_SLOT = Slot("state", ("state",))
 CELLS_SLOT = Slot("cells", ("cells",))
 ROWS_SLOT, PAGES_SLOT = Slot("rows", ("rows",)), Slot("pages", ("pages",))
-ACTIVATIONS_SLOT = Slot("input", ("A", "S", "X", "H"))  # in any layout of layouts.py
+ACTIVATIONS_SLOT = Slot("input", ("A", "S", "X", "H"))  # activations in any layout of layouts.py
 OUTPUT_SLOT = Slot("output", ("A", "S", "X", "Y", "H", "O", "A_out", "S_out"))
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a kernel, with the Slot that it belongs to."""
+    """One parameter of a kernel, and the Slot that it belongs to."""
 
     name: str
     shape: tuple[int, ...]
@@ -95,16 +101,16 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a call must move and compute, for the rows that its kernel is made for.
+    """The bytes that a call must move and the operations that it must compute, for all m rows of its kernel.
 
-    weights      bytes of weights that it reads whole, and of one sequence's states, read and written
-    rows         bytes of table rows, of all tokens together
+    weights      bytes of weights that are read completely, plus the bytes of one sequence's states, read and written
+    rows         bytes of the table rows that all tokens together read
     activations  bytes of inputs and outputs
     position     bytes of one position of the cache
-    reads        whether it reads the positions before its tokens
-    keys         positions that a token sees at most
-    fixed        operations (a multiplication and an addition are two) whatever the cache holds
-    score        operations for each pair of a token and a position that it sees
+    reads        whether the call reads the positions before its tokens
+    keys         largest number of positions that a token attends to
+    fixed        operations that do not depend on the cache; a multiplication and an addition are two operations
+    score        operations for each pair of a token and a position that it attends to
     """
 
     weights: int = 0
@@ -117,34 +123,35 @@ class Costs:
     score: int = 0
 
     def bytes(self, tokens: int, depth: int, single: int = 0) -> float:
-        """Of a call with so many live rows, of which `single` are of sequences of their own, each sequence after
-        `depth` tokens."""
+        """Bytes that a call moves. tokens: live rows; single: how many of them are single rows, each of its own
+        sequence (the others are one chunk); depth: tokens of each sequence that are already in the cache."""
         sequences = single + (tokens > single)
         seen = sequences * (min(depth, self.keys) if self.reads else 0) + tokens
         return self.weights + self.rows + self.activations + self.position * seen
 
     def operations(self, tokens: int, depth: int, single: int = 0) -> int:
+        """Operations of a call; arguments as for `bytes`."""
         chunk = sum(min(depth + i + 1, self.keys) for i in range(tokens - single))
         return self.fixed + self.score * (single * min(depth + 1, self.keys) + chunk)
 
     @property
     def manifest(self) -> dict:
-        """`bytes` and `operations` of a kernel's entry in the manifest (dist/README.md)."""
+        """The keys `bytes`, `operations` and `keys` of a kernel's entry in the manifest (dist/README.md)."""
         moved = {"call": self.weights, "token": self.position, "key": self.position if self.reads else 0}
         return {"bytes": moved, "operations": {"call": self.fixed, "score": self.score}, "keys": self.keys}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operator(ABC):
-    """The base of all operators. A step computes m rows; `name` is the operator's in the graph and in artifacts.
+    """The base class of all operators. m: rows of a step. name: the operator's name in the graph and in artifacts.
 
-    Fields that do not count in comparisons (compare=False) concern the graph only, not the kernel. Nested dataclasses
-    and tuples are possible.
+    Fields with compare=False concern only the graph, not the kernel. A field's value may be a nested dataclass or a
+    tuple.
     """
 
     name: ClassVar[str]
-    sizes: ClassVar[str] = ""  # in its kernel's name, as a template that is given the operator
-    reads_cache: ClassVar[bool] = False  # the positions before its tokens, too
+    sizes: ClassVar[str] = ""  # the part of `label` with the sizes: a template for str.format(operator)
+    reads_cache: ClassVar[bool] = False  # whether it reads the cache at positions before its tokens
 
     m: int
 
@@ -156,15 +163,15 @@ class Operator(ABC):
 
     @abstractmethod
     def slots(self) -> Iterable[Slot]:
-        """Of its kernel's parameters: `state`, inputs in the order of a call's arguments, then outputs."""
+        """The slots of its kernel's parameters: `state`, inputs in the order of a call's arguments, then outputs."""
 
     @abstractmethod
     def results(self) -> list[Tensor]:
-        """(shape, dtype) of what a call returns, besides the tensors that it changes in place."""
+        """(shape, dtype) of each tensor that a call returns, without the tensors that it changes in place."""
 
     @property
     def label(self) -> str:
-        """The name of its kernel, the same for operators that differ in details only."""
+        """The name of its kernel in an artifact. Operators that differ only in details may have the same label."""
         return "_".join(filter(None, (self.name + self.variant, self.sizes.format(self), f"m{self.m}")))
 
     @property
@@ -173,42 +180,43 @@ class Operator(ABC):
         return ""
 
     def operations(self) -> tuple[int, int]:
-        """(fixed, score) as in `Costs`."""
+        """(fixed, score) of `Costs`."""
         return 0, 0
 
     @property
     def written(self) -> int:
-        """How many of a call's last arguments are changed in place, and follow its results."""
+        """The number of arguments, at the end of a call's arguments, that the kernel changes in place. The Relax call
+        returns them after its results."""
         return 0
 
     @property
     def arguments(self) -> int | None:
-        """How many of a call's arguments its kernel takes, `state` included; None: all."""
+        """The number of a call's arguments that its kernel takes, including `state`; None: all."""
         return None
 
     @property
     def formats(self) -> list[str]:
-        """Of its weight matrices, of an expert where there are experts."""
+        """The formats of its weight matrices; for a mixture of experts, of one expert's matrices."""
         return []
 
     @property
     def weights(self) -> list[tuple[Format, int]]:
-        """(format, rows) of these matrices; by default they have the attribute `n` rows each."""
+        """(format, rows) of each matrix of `formats`. By default a matrix has as many rows as the attribute `n`."""
         return [(lookup(fmt), vars(self)["n"]) for fmt in self.formats]
 
     @property
     def positions(self) -> int:
-        """Positions that a sequence may have in the KV cache; 1 where the kernel has none."""
+        """Positions of the KV cache that its cache parameters hold; 1 for a kernel without a cache."""
         return 1
 
     @property
     def most_keys(self) -> int:
-        """Keys that a row sees at most; 0: all positions."""
+        """The largest number of keys that a row attends to; 0: all positions."""
         return 0
 
     @property
     def layout_read(self) -> str:
-        """The layout of the activations that it reads."""
+        """The layout of the activations that the kernel reads."""
         return getattr(self, "layout_in", getattr(self, "layout", ""))
 
     # ---- identity
@@ -220,31 +228,31 @@ class Operator(ABC):
 
     @cached_property
     def args(self) -> dict[str, Any]:
-        """The fields that decide the kernel, as JSON values; those with defaults only where they differ, so that an
-        operator's identity outlives new attributes."""
+        """The fields that determine the kernel, as JSON values. Fields that have their default value are left out, so
+        that a new attribute with a default does not change the identity of existing operators."""
         return _values(self, graph=False)
 
     @property
     def workload(self) -> "Operator":
-        """The same without attributes that its kernel does not depend on."""
+        """This operator with default values for the attributes that its kernel does not depend on."""
         return self
 
     @cached_property
     def text(self) -> str:
-        """Its identity as JSON: {"op", "args"}."""
+        """The operator as JSON text: {"op": name, "args": args}."""
         return _text(self.name, self.args)
 
     @cached_property
     def key(self) -> str:
-        """A file name, the same in every process and for every KV cache capacity: "linear-2f81a0c36be5"."""
+        """The operator's file name, such as "linear-2f81a0c36be5". It is the same in every process and for every
+        capacity of the KV cache."""
         text = _text(self.name, _without_capacity(self.args))
         return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-FREE = Costs()  # of kernels that no operator of ours has
-# By name. The modules of schedules/operators declare them; `from_json` imports all.
-OPERATORS: dict[str, type[Operator]] = {}
-CAPACITY = "ctx"  # the attribute that decides on buffers' extents only: records of one capacity serve all others
+FREE = Costs()  # the costs of kernels that belong to none of our operators
+OPERATORS: dict[str, type[Operator]] = {}  # name to class; each subclass with a name adds itself
+CAPACITY = "ctx"  # this attribute only determines extents of buffers: a tuning record holds for all its values
 
 
 def _values(value: Any, graph: bool) -> Any:
@@ -256,7 +264,7 @@ def _values(value: Any, graph: bool) -> Any:
 
 @functools.cache
 def _defaults(declared: type, graph: bool) -> list[tuple[str, Any]]:
-    """(name, default or MISSING) of its fields."""
+    """(name, default value or MISSING) of each field of a dataclass. graph: also fields with compare=False."""
     return [
         (field.name, field.default_factory() if field.default_factory is not MISSING else field.default)
         for field in fields(declared)
@@ -275,7 +283,8 @@ def _without_capacity(args: Any) -> Any:
 
 
 def from_json(data: Mapping[str, Any]) -> Operator:
-    """The operator of {"op": name, "args": attributes, ..}. ValueError for what is none."""
+    """The operator that {"op": name, "args": attributes, ..} describes. Raises ValueError if there is no such operator,
+    or if the attributes do not fit."""
     if data["op"] not in OPERATORS:
         raise ValueError(f"there is no operator '{data['op']}'")
     try:
@@ -286,12 +295,12 @@ def from_json(data: Mapping[str, Any]) -> Operator:
 
 @functools.lru_cache(maxsize=4096)
 def from_text(name: str, attributes: str) -> Operator:
-    """The same of a name and JSON text."""
+    """The operator of this name whose attributes are given as JSON text. Raises ValueError as `from_json`."""
     return from_json({"op": name, "args": json.loads(attributes)})
 
 
 def named(role: str, share: float = 1.0, **names: bool) -> Iterator[Slot]:
-    """A slot for each of these names that the kernel has."""
+    """A slot for each parameter name whose value is true."""
     return (Slot(role, (name,), share=share) for name, wanted in names.items() if wanted)
 
 
@@ -299,8 +308,8 @@ def named(role: str, share: float = 1.0, **names: bool) -> Iterator[Slot]:
 
 
 def parameters(op: Operator, params: Iterable[tuple[str, tuple[int, ...], str]]) -> list[Parameter]:
-    """The kernel's parameters (name, shape, dtype) with their slots. ValueError if they are not those of the
-    operator."""
+    """Assigns a slot of the operator to each parameter of its kernel. params: (name, shape, dtype) of each. Raises
+    ValueError if they do not match the operator's slots."""
     slots: Iterator[Slot] = iter(op.slots())
     slot, taken, found = next(slots), 0, []
     for name, shape, dtype in params:
@@ -316,7 +325,7 @@ def parameters(op: Operator, params: Iterable[tuple[str, tuple[int, ...], str]])
 
 
 def costs(op: Operator, params: list[Parameter]) -> Costs:
-    """What a call of the kernel with these parameters costs."""
+    """The costs of a call of the operator's kernel, which has these parameters."""
 
     def of(role: str) -> list[Parameter]:
         return [param for param in params if param.role == role]

@@ -1,7 +1,8 @@
-"""Operators of a model that several GPUs compute together, each a part of every product (compiler/models/shards.py).
+"""All-reduce and all-gather, the operators that combine the parts of products that several GPUs computed with --split
+tensor (compiler/models/shards.py).
 
-P has what each GPU computed, in the order of the GPUs: it is filled before the kernel is launched, or by the kernel
-itself, as the transport does it (runtime/devices/tensor.py).
+The result P holds the parts of all GPUs, in the order of ranks. The runtime fills it before the kernel is launched, or
+the kernel exchanges the parts itself and does not use P (runtime/devices/tensor.py).
 """
 
 from collections.abc import Iterator
@@ -12,14 +13,16 @@ from mlc_amd.schedules.operators.base import OUTPUT_SLOT, STATE_SLOT, Operator, 
 from mlc_amd.schedules.operators.layouts import Tensor
 from mlc_amd.schedules.operators.linear import prepared_inputs, prepared_outputs, prepared_results
 
-MOST_WORDS = 1 << 17  # that a GPU sends in a round while kernels run: more cross faster in copies between segments
+# The most words that a GPU sends in a round of an exchange inside kernels. With more words, copies between two segments
+# of a step are faster.
+MOST_WORDS = 1 << 17
 PARTS_SLOT = Slot("work", ("P",))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange(Operator):
-    """parts: the number of GPUs; n: columns of what each one computed; words: what a GPU sends to each other one, if
-    kernels exchange it while they run (runtime/exchange_layout.py)."""
+    """m, n: rows and columns of a GPU's part. parts: the number of GPUs. words: how many words of
+    runtime/exchange_layout.py a GPU sends to each other GPU in a round. per_word: values in a word."""
 
     n: int
     parts: int
@@ -36,13 +39,14 @@ class Exchange(Operator):
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduce(Exchange, name="all_reduce", sizes="{0.n}"):
-    """The sum of what the GPUs computed, in their order: (x, [residual], [g, [scale]]) -> float32 [m, n], P, and what
-    it prepares of a norm. half: x and P are float16; norm_out: as of Linear."""
+    """The residual plus the sum of the parts of all GPUs, added in the order of ranks: (x [m, n], [residual float32
+    [m, n]], [g, [scale]]) -> (float32 [m, n], P [parts, m, n], [outputs of a prepared norm]). x is this GPU's part.
+    half: x and P are float16, otherwise float32. norm_out: see Linear."""
 
     residual: bool = False
     half: bool = False
     norm_out: str = ""
-    per_word = 4  # rounded to float16
+    per_word = 4  # as float16
 
     @property
     def dtype(self) -> str:
@@ -59,9 +63,10 @@ class AllReduce(Exchange, name="all_reduce", sizes="{0.n}"):
 
 @dataclass(frozen=True, kw_only=True)
 class AllGather(Exchange, name="all_gather", sizes="{0.n}"):
-    """What the GPUs computed side by side: x -> float32 [m, parts * n], P."""
+    """The columns of all GPUs' parts, concatenated in the order of ranks: (x float32 [m, n],) -> (float32 [m, parts *
+    n], P float32 [parts, m, n])."""
 
-    per_word = 2
+    per_word = 2  # as float32
 
     def slots(self) -> Iterator[Slot]:
         yield from (STATE_SLOT, Slot("input", ("X",)), OUTPUT_SLOT, PARTS_SLOT)

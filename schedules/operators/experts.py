@@ -1,20 +1,21 @@
-"""What the operators of a mixture of experts compute, and the order in which rows reach their experts.
+"""The operators of a mixture of experts, and the order in which they process pairs of a row and an expert.
 
-A router gives each live row `used` of `count` experts: a pair (row, j) is number row * used + j. An expert's weights
-are n rows of a stack of matrices: row e * n + i of a packed matrix of count * n rows.
+A router chooses `used` of `count` experts for each live row. The pair of a row and its j-th expert has the number row *
+used + j. The weights of all experts are one packed matrix of count * n rows; expert e has the rows from e * n on.
 
-Few rows (tiles of one slot): the number of a pair is that of its slot, and the kernels take the expert of each slot
-from `Ids` [m, used].
+A slot is a place for a pair: the operators compute one result row for each slot. There are two orders:
 
-Many rows: pairs are sorted by expert, and each expert's pairs padded to whole tiles of `tile` slots, so that a tile
-needs one expert. `expert_order` makes
+- Few rows (tile = 1): pair i is in slot i, and kernels read the expert of each slot from `Ids` int32 [m, used].
+- Many rows (tile > 1): pairs are sorted by expert. The pairs of each expert are padded to whole tiles of `tile` slots,
+  so that all slots of a tile have the same expert. `expert_order` computes this order:
 
-    Slots   int32 [m, used]             slot of each pair
-    Pairs   int32 [slots]               pair in each slot; -1: padding
-    Groups  int32 [tiles + 2 count + 1] expert of each tile (-1: unused, after the others), the first tile of each
-                                        expert, the number of used tiles, the number of pairs of each expert
+    Slots   int32 [m, used]             the slot of each pair
+    Pairs   int32 [slots]               the pair in each slot; -1: padding
+    Groups  int32 [tiles + 2 count + 1] the expert of each tile (-1: unused; these are the last ones), then the first
+                                        tile of each expert, the number of used tiles, the number of pairs of each
+                                        expert
 
-All sizes are static: `tiles` is the maximum for any assignment of m rows.
+All sizes are static: `tiles` is the maximum over all choices of experts for m rows.
 """
 
 from collections.abc import Iterator
@@ -26,41 +27,46 @@ from mlc_amd.schedules.operators.layouts import Tensor, activations, padded
 
 GATINGS = (
     "softmax",  # probabilities over all experts
-    "sigmoid",  # of each logit
-    "sqrt_softplus",  # the root of softplus of each logit
-    "softmax_used",  # the logits choose, softmax over the chosen ones
+    "sigmoid",  # sigmoid of each logit
+    "sqrt_softplus",  # square root of softplus of each logit
+    "softmax_used",  # experts are chosen by their logits; softmax over the logits of the chosen experts
 )
-# In front of an activation's numbers. A limit: up is between -limit and limit, and SiLU's argument, or else its result,
-# at most the limit. Two of Kimi K3: a tanh(gate / a) sigmoid(gate) * b tanh(up / b); with b = 0 up as it is
+# Kinds of activations with numbers; the name of such an activation is the kind followed by its numbers. For all of them
+# the result is f(gate) * g(up):
+#   LIMITED + limit: silu(min(gate, limit)) * clamp(up, -limit, limit)
+#   CUT + limit: min(silu(gate), limit) * clamp(up, -limit, limit)
+#   SITU + a_b (Kimi K3): a tanh(gate / a) sigmoid(gate) * b tanh(up / b); for b = 0 the second factor is up
 LIMITED, CUT, SITU = "silu_max_", "silu_cut_", "situ_"
 _CHOICE = Slot("output", ("Ids", "Weights"))
 _GROUPS = Slot("input", ("Groups",), slots=True)
-MIN_SUM = 6.103515625e-5  # lower bound of the sum that weights are divided by: llama.cpp (float16's smallest normal)
+MIN_SUM = 6.103515625e-5  # lower bound of the sum that normalizes weights, as in llama.cpp: the least normal float16
 
 
 @dataclass(frozen=True)
 class Experts:
-    """count: experts of a layer; used: of them by a row; tile: slots of a tile; 1: pairs are not sorted."""
+    """Sizes of a mixture of experts; see the module's docstring."""
 
-    count: int
-    used: int
-    tile: int = 1
+    count: int  # experts of a layer
+    used: int  # experts that a row uses
+    tile: int = 1  # slots of a tile; 1: pairs are not sorted
 
     def tiles(self, m: int) -> int:
-        """Tiles of m rows at most: each of up to min(count, pairs) experts has one tile that is not full."""
+        """The largest number of tiles for m rows: each of up to min(count, pairs) experts has one tile that is not
+        full."""
         pairs = m * self.used
         return min(pairs, (pairs + min(self.count, pairs) * (self.tile - 1)) // self.tile)
 
     def slots(self, m: int) -> int:
+        """The largest number of slots for m rows."""
         return self.tiles(m) * self.tile
 
     def groups(self, m: int) -> int:
-        """Entries of `Groups`."""
+        """The number of elements of `Groups` for m rows."""
         return self.tiles(m) + 2 * self.count + 1
 
 
 def numbers_of(act: str) -> tuple[str, tuple[float, ...]]:
-    """The kind of an activation (LIMITED, CUT or SITU), and its numbers; of one without any its name, and ()."""
+    """(kind, numbers) of an activation's name. For one without numbers: (name, ())."""
     kind = next((kind for kind in (LIMITED, CUT, SITU) if act.startswith(kind)), act)
     return kind, tuple(map(float, act.removeprefix(kind).split("_"))) if kind != act else ()
 
@@ -70,7 +76,7 @@ def numbers_of(act: str) -> tuple[str, tuple[float, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _ExpertsOperator(Operator):
-    """experts: of a layer; used: of them by a row; tile: as of Experts."""
+    """experts: number of experts of a layer. used: experts that a row uses. tile: slots of a tile."""
 
     experts: int
     used: int
@@ -82,19 +88,20 @@ class _ExpertsOperator(Operator):
 
     @property
     def share(self) -> float:
-        """Of the experts that m rows are expected to use, if each chooses at random."""
+        """The expected fraction of the experts that m rows use, if each row chooses at random."""
         return 1.0 - (1.0 - self.used / self.experts) ** self.m
 
     def choice(self) -> list[Tensor]:
-        """The experts of each row, and their weights."""
+        """(shape, dtype) of the experts of each row, and of their weights."""
         return [((self.m, self.used), "int32"), ((self.m, self.used), "float32")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing(_ExpertsOperator):
-    """How experts are chosen. gating: one of GATINGS; normalize: weights add up to one; scale: of weights; bias: a
-    vector is added for the choice only; factors: of each expert; groups: of neighbouring experts, of which
-    `groups_used` take part."""
+    """How a router chooses experts, and their weights. gating: one of GATINGS. normalize: weights are divided by their
+    sum. scale: a factor of all weights. bias: a vector is added to the gating's results for the choice, but not to the
+    weights. factors: weights are multiplied by a factor of each expert. groups: number of groups of consecutive
+    experts; experts are chosen only from the best `groups_used` groups."""
 
     gating: str
     normalize: bool
@@ -110,8 +117,9 @@ class Routing(_ExpertsOperator):
 
 @dataclass(frozen=True, kw_only=True)
 class Route(Routing, name="route", sizes="{0.experts}"):
-    """(logits [m, n], [selection bias], [experts' factors], workspace..) -> (ids int32 [m, used], weights [m, used]).
-    The workspace is that of norm_route."""
+    """The choice of experts from logits: (logits float32 [m, n], [selection bias], [experts' factors], workspace..) ->
+    (ids int32 [m, used], weights float32 [m, used]). n: columns of the logits, with padding. This operator's kernel
+    does not take the workspace; it is for `NormRoute`, which a pass may make of this operator."""
 
     n: int
     m: int
@@ -131,9 +139,9 @@ class Route(Routing, name="route", sizes="{0.experts}"):
 
 @dataclass(frozen=True, kw_only=True)
 class NormRoute(Routing, name="norm_route", sizes="{0.fmt}_{0.experts}x{0.k}"):
-    """An RMS norm of one row, and the route of its product with W: (x, g, W, [W's bias], [selection bias], [experts'
-    factors], workspace..) -> (the norm's results.., ids, weights). fmt, router_bias: of W; eps, layout and both as of
-    RmsNorm."""
+    """`RmsNorm` of one row, the linear layer W of a router, and `Route` of its result: (x, g, W, [W's bias], [selection
+    bias], [experts' factors], workspace..) -> (the norm's results.., ids, weights). fmt: format of W. router_bias:
+    whether W has a bias. eps, layout, both: see RmsNorm."""
 
     fmt: str
     k: int
@@ -163,7 +171,7 @@ class NormRoute(Routing, name="norm_route", sizes="{0.fmt}_{0.experts}x{0.k}"):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertOrder(_ExpertsOperator, name="expert_order", sizes="{0.experts}"):
-    """Rows sorted by expert: (ids,) -> (slots, pairs, groups)."""
+    """The order of pairs sorted by expert: (ids,) -> (slots, pairs, groups); see the module's docstring."""
 
     def slots(self) -> Iterator[Slot]:
         yield from (STATE_SLOT, Slot("input", ("Ids",), slots=True), Slot("output", ("Slots", "Pairs", "Groups")))
@@ -175,8 +183,8 @@ class ExpertOrder(_ExpertsOperator, name="expert_order", sizes="{0.experts}"):
 
 @dataclass(frozen=True, kw_only=True)
 class Gather(_ExpertsOperator, name="gather", sizes="{0.k}"):
-    """The rows of x in slots, times their weights: (x [m, k], [pairs], [weights]). Without pairs they are not
-    sorted."""
+    """Copies the rows of x to slots: (x float32 [m, k], [pairs], [weights]) -> a row of k columns for each slot, in
+    `layout`. pairs: for tile > 1. weighted: rows are multiplied by the weights of their pairs."""
 
     k: int
     weighted: bool
@@ -195,7 +203,7 @@ class Gather(_ExpertsOperator, name="gather", sizes="{0.k}"):
 
 @dataclass(frozen=True, kw_only=True)
 class _ExpertProduct(_ExpertsOperator):
-    """n: rows of an expert's matrix, k: columns."""
+    """A product with the experts' matrices. n: rows of an expert's matrix; k: columns."""
 
     n: int
     k: int
@@ -214,8 +222,9 @@ class _ExpertProduct(_ExpertsOperator):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertGateUp(_ExpertProduct, name="expert_gate_up"):
-    """act(x G^T) * (x U^T) of each slot's expert: (x, groups, G, U, [G's bias, U's bias]). gate, up: formats; shared: x
-    has one row for all slots of a row, instead of one for each slot."""
+    """act(x G^T) * (x U^T) with the expert of each slot: (x, groups or ids, G, U, [G's bias, U's bias]) -> a row of n
+    columns for each slot, in `layout`. gate, up: formats of G and U. shared: x has one row for all slots of a row of
+    the step; otherwise one for each slot."""
 
     gate: str
     up: str
@@ -246,7 +255,7 @@ class ExpertGateUp(_ExpertProduct, name="expert_gate_up"):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLinear(_ExpertProduct, name="expert_linear"):
-    """x W^T of each slot's expert: (x, groups, W, [bias]) -> float32 [slots, padded(n)]."""
+    """x W^T with the expert of each slot: (x, groups or ids, W, [bias]) -> float32 [slots, padded(n)]."""
 
     fmt: str
     bias: bool
@@ -263,7 +272,7 @@ class ExpertLinear(_ExpertProduct, name="expert_linear"):
         yield Slot("output", ("Y",), columns=self.n, slots=self.tile > 1)
 
     def ends(self) -> Iterator[Slot]:
-        """Further inputs."""
+        """The slots of further inputs, after W and its bias."""
         return iter(())
 
     def results(self) -> list[Tensor]:
@@ -272,8 +281,8 @@ class ExpertLinear(_ExpertProduct, name="expert_linear"):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertDown(ExpertLinear, name="expert_down"):
-    """combine(expert_linear) of rows that are not sorted: (x, ids, W, [bias], [weights], [residual]) -> float32 [m,
-    padded(n)]."""
+    """`ExpertLinear` and `Combine` in one kernel, for pairs that are not sorted: (x, ids, W, [bias], [weights],
+    [residual]) -> float32 [m, padded(n)]."""
 
     weighted: bool
     residual: bool
@@ -287,7 +296,8 @@ class ExpertDown(ExpertLinear, name="expert_down"):
 
 @dataclass(frozen=True, kw_only=True)
 class Combine(_ExpertsOperator, name="combine", sizes="{0.n}"):
-    """The sum of a row's slots, times their weights: (y, slots, [weights], [residual]) -> float32 [m, n]."""
+    """The sum over the slots of each row: (y float32 [slots, n], slots, [weights], [residual]) -> float32 [m, n].
+    weighted: a slot's row is multiplied by its pair's weight. residual: it is added to the sum."""
 
     n: int
     weighted: bool

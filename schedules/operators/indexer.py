@@ -1,8 +1,9 @@
-"""Sparse attention by an indexer: small keys of their own choose which keys of the cache a row attends to.
+"""The operators of sparse attention. An indexer with small keys of its own chooses, for each row, the blocks of `block`
+consecutive positions whose keys the row attends to.
 
-Rows, positions and pages are those of attention.py. Ids int32 [m, sets * used]: of each set the numbers of the chosen
-blocks of `block` positions, ascending, then -1; with blocks of 1 they are positions. A row attends to the keys of these
-blocks up to its own.
+Rows, positions and pages are those of attention.py. The choice is Ids int32 [m, sets * used]: for each row and set the
+numbers of the chosen blocks, ascending, then -1. A block of 1 has its position as number. A row attends to the keys of
+these blocks up to its own position.
 """
 
 from collections.abc import Iterator
@@ -15,17 +16,20 @@ from mlc_amd.schedules.operators.layouts import Tensor, padded
 
 @dataclass(frozen=True, kw_only=True)
 class SelectKeys(Operator, name="select_keys", sizes="{0.heads}x{0.d}_{0.used}"):
-    """The `used` blocks with the largest scores of those that a row sees, all if there are no more; of equal ones the
-    first: (rows, pages, q float32 [m, heads * d, padded], [w float32 [m, heads, padded]], k float32 [m, d, padded],
-    cache) -> (ids, cache), where the rows' k are written first. Blocks of 1 position have w, and the score
+    """Writes the indexer's keys to its cache, then chooses for each row the `used` blocks with the largest scores, or
+    all blocks if there are no more; of equal scores, the first block: (rows, pages, q float32 [m, heads * d, padded],
+    [w float32 [m, heads, padded]], k float32 [m, d, padded], cache float16 [pages, PAGE, d]) -> (ids, cache).
 
-        sum over heads of w * max(q . k, 0)
+    There are three kinds of scores:
 
-    Larger ones have one set, and that score with w = 1 of the k of their last position; a row takes its own block
-    besides if it does not see all of it, then among `used`. by_head: each head has a set, of which a block's score is
-    the largest q . k of the positions that the row sees; the row's own block and `local` - 1 before it come first.
+    - block = 1: the score of a position is the sum over heads of w * max(q . k, 0). There is one set.
+    - block > 1: the score of a block is the same sum with w = 1, for the k of the block's last position. There is one
+      set. If a row's own block ends after the row, it has no score but is always chosen, as one of the `used` blocks;
+      otherwise at most `used` - 1 blocks are chosen.
+    - by_head: each head has its own set. The score of a block is the largest q . k of its positions up to the row's.
+      The row's own block, and the `local` - 1 blocks before it, are always chosen.
 
-    cache: float16 [pages, PAGE, d]. ValueError unless 16 divides d and PAGE divides ctx.
+    Raises ValueError unless d is a multiple of 16 and ctx a multiple of PAGE.
     """
 
     heads: int
@@ -50,15 +54,16 @@ class SelectKeys(Operator, name="select_keys", sizes="{0.heads}x{0.d}_{0.used}")
 
     @property
     def sets(self) -> int:
+        """The number of sets of blocks that a row chooses."""
         return self.heads if self.by_head else 1
 
     @property
     def blocks(self) -> int:
-        """Of a sequence."""
+        """The largest number of blocks in a sequence."""
         return -(-self.ctx // self.block)
 
     def shapes(self) -> dict[str, tuple[int, ...] | None]:
-        """Of its kernel's float32 parameters, by name; None: it has none."""
+        """The shapes of its kernel's float32 inputs, by name; None: the kernel has no such input."""
         m, w = self.m, (self.m, padded(self.heads)) if self.block == 1 else None
         return {"Q": (m, padded(self.heads * self.d)), "W": w, "K": (m, padded(self.d))}
 
@@ -82,9 +87,10 @@ class SelectKeys(Operator, name="select_keys", sizes="{0.heads}x{0.d}_{0.used}")
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedAttention(Operator, name="selected_attention", sizes="{0.layer.heads}x{0.layer.d}_{0.used}"):
-    """Attention to chosen keys: (rows, pages, rotated q, ids, cache, [sinks]) -> float32 [m, heads * value_d]. used,
-    block, sets: as SelectKeys has them; of several sets each is that of as many KV heads. tail: a row has `used` blocks
-    only where it does not see all of its own. ValueError for a quantized cache."""
+    """Attention to the keys of chosen blocks: (rows, pages, rotated q, ids, cache, [sinks]) -> float32 [m, heads *
+    value_d]. used, block, sets: see SelectKeys; sets divides the KV heads, and consecutive KV heads share a set. tail:
+    a row has `used` blocks only if its own block ends after it, and otherwise at most `used` - 1. Raises ValueError for
+    a quantized cache, or if sets does not divide the KV heads."""
 
     layer: Attention
     used: int
@@ -122,14 +128,18 @@ class SelectedAttention(Operator, name="selected_attention", sizes="{0.layer.hea
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedAttention(Operator, name="compressed_attention", sizes="{0.layer.heads}x{0.layer.d}_{0.ratio}"):
-    """Attention to the last keys, and to those that stand for `ratio` positions each: (rows, pages, q float32 [m,
-    heads, d], times `query_scale`, k float32 [m, d, padded], [c as k, [ids int32 [m, used]]], sinks, cache, [cache of
-    blocks]) -> (float32 [m, heads * d], caches). Keys are the values, too, of all heads.
+    """Attention to the keys of a window, and to compressed keys, each of which stands for a block of `ratio` positions:
+    (rows, pages, q float32 [m, heads, d], already multiplied by `query_scale`, k float32 [m, d, padded], [c, compressed
+    keys in the shape of k, [ids int32 [m, used]]], sinks, cache, [cache of compressed keys]) -> (float32 [m, heads *
+    d], caches). All heads share the keys, and a key is also its value.
 
-    The rows' k are written first, and c of those at whose positions blocks end. A row sees the layer's window, and the
-    blocks that end at or before it; with `used` those of them that end at its ids, of which others do not count. ratio
-    0: there are no blocks. Caches: float16 [pages, PAGE, d] and, of blocks, [pages, PAGE / ratio, at least 1, d].
-    ValueError for a layer without window, sinks or values, and unless 16 divides d.
+    First the rows' k are written to the cache, and the rows' c at the last positions of blocks. A row attends to the
+    keys in the layer's window, and to the compressed keys of blocks that end at or before its position. used > 0: of
+    these only to blocks whose last position is in the row's ids; other ids are ignored. ratio = 0: there are no
+    compressed keys.
+
+    cache: float16 [pages, PAGE, d]. cache of compressed keys: float16 [pages, max(PAGE // ratio, 1), d]. Raises
+    ValueError for a layer without window, sinks or values, for a quantized cache, and unless d is a multiple of 16.
     """
 
     layer: Attention
@@ -151,20 +161,20 @@ class CompressedAttention(Operator, name="compressed_attention", sizes="{0.layer
 
     @property
     def inputs(self) -> dict[str, tuple[int, ...] | None]:
-        """Shapes of its kernel's float32 inputs, by name; None: it has none."""
+        """The shapes of its kernel's float32 inputs, by name; None: the kernel has no such input."""
         of, key = self.layer, (self.m, padded(self.layer.d))
         return {"Q": (self.m, of.heads, of.d), "K": key, "C": key if self.ratio else None}
 
     @property
     def caches(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the caches, by the beginnings of their names."""
+        """The shapes of the caches, by the prefix of their names."""
         of = self.layer
         blocks = {"ck": (of.blocks, max(PAGE // self.ratio, 1), of.d)} if self.ratio else {}
         return {"wk": (of.blocks, PAGE, of.d)} | blocks
 
     @property
     def blocks(self) -> int:
-        """That a row sees at most."""
+        """The largest number of compressed keys that a row attends to."""
         return self.used or (self.layer.ctx // self.ratio if self.ratio else 0)
 
     def results(self) -> list[Tensor]:

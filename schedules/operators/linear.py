@@ -1,7 +1,8 @@
-"""Embedding, norms and linear layers: operators that read rows of activations, and most of a model's weights.
+"""The operators for embeddings, norms and linear layers, which read most of a model's weights.
 
-A linear layer may compute the RMS norm of its input (`eps`), complete one whose parts the layer before prepared
-(`norm_in`), and prepare the next one (`norm_out`): schedules/gpu/linear/deferred_norm.py.
+There are three ways to compute the RMS norm before a linear layer: by a kernel of its own (`RmsNorm`), by the linear
+layer (`eps`), or shared between two linear layers: the first one prepares the norm of its result (`norm_out`), the
+next one completes it (`norm_in`). schedules/gpu/linear/deferred_norm.py explains the third.
 """
 
 from collections.abc import Iterator
@@ -12,14 +13,15 @@ from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.operators.base import ACTIVATIONS_SLOT, OUTPUT_SLOT, STATE_SLOT, Operator, Slot, named
 from mlc_amd.schedules.operators.layouts import SUMMED, Tensor, activations, kind_of, output_rows, padded
 
-NormPlace = Literal["launch", "computed", "deferred"]  # a norm's: a kernel of its own, `eps`, `norm_in` and `norm_out`
-SCALE_SLOT = Slot("output", ("NewScale",))  # of a norm, for the layers that complete the next one
+NormPlace = Literal["launch", "computed", "deferred"]  # the three ways to compute a norm, in the order above
+SCALE_SLOT = Slot("output", ("NewScale",))  # 1 / rms of each row, for layers that prepare or complete a later norm
 
 
 @dataclass(frozen=True, kw_only=True)
 class Embed(Operator, name="embed", sizes="{0.fmt}"):
-    """Rows of the embedding table times `scale`: (tokens int32 [m], [features [m, features]], table) -> float32 [m, k].
-    features: a negative token's row is the first k columns of its own (0: there are none); of: their dtype."""
+    """Rows of the embedding table, times `scale`: (tokens int32 [m], [features [m, features]], table) -> float32 [m,
+    k]. features: columns of the argument `features`, whose first k columns replace the row of a negative token; 0: no
+    such argument. of: the dtype of the argument `features`."""
 
     fmt: str
     vocab: int
@@ -46,8 +48,8 @@ class Embed(Operator, name="embed", sizes="{0.fmt}"):
 
 @dataclass(frozen=True, kw_only=True)
 class Norm(Operator):
-    """What norms of rows share. rows: which ones the result has (`output_rows`); layout: of the result; both: after its
-    tensors there is the float32 result."""
+    """The base class of norms of rows of k columns. rows: which rows the result has (see `output_rows`). layout: the
+    layout of the result. both: the float32 result is also returned, after the tensors of the layout."""
 
     k: int
     m: int
@@ -69,7 +71,8 @@ class Norm(Operator):
 
 @dataclass(frozen=True, kw_only=True)
 class RmsNorm(Norm, name="rms_norm"):
-    """x / rms(x) * g: (x, g). scale_out: at the end of the results there is 1 / rms(x), float32 [rows]."""
+    """x / rms(x) * g, where rms(x) = sqrt(mean(x*x) + eps): (x float32 [m, k], g). scale_out: the last result is
+    1 / rms(x), float32 [rows]."""
 
     scale_out: bool = False
 
@@ -84,7 +87,7 @@ class RmsNorm(Norm, name="rms_norm"):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerNorm(Norm, name="layer_norm"):
-    """(x - mean(x)) / deviation(x) * g + b: (x, g, [b])."""
+    """(x - mean(x)) / sqrt(variance(x) + eps) * g + b: (x float32 [m, k], g, [b])."""
 
     bias: bool
 
@@ -95,8 +98,9 @@ class LayerNorm(Norm, name="layer_norm"):
 
 @dataclass(frozen=True, kw_only=True)
 class Quantize(Operator, name="quantize", sizes="{0.k}"):
-    """Rows in a layout: (x float32 [m, k],). rotation: each so many columns are multiplied by a Hadamard matrix before,
-    see `Attention.rotation`; 0: none. The layout "" only with that."""
+    """The conversion of rows to a layout: (x float32 [m, k],). rotation: before that, each block of so many columns is
+    multiplied by a Hadamard matrix, see `Attention.rotation`; 0: none. The layout "" (float32) is allowed only with a
+    rotation."""
 
     k: int
     m: int
@@ -115,7 +119,7 @@ class Quantize(Operator, name="quantize", sizes="{0.k}"):
 
 
 def _inputs(eps: float | None, norm_in: float | None, layout: str) -> Iterator[Slot]:
-    """Of a linear layer that may compute or complete a norm; layout: of its input."""
+    """The slots of x, and of what a linear layer needs to compute or complete its norm. layout: that of x."""
     if eps is None:
         yield ACTIVATIONS_SLOT
     else:
@@ -125,41 +129,48 @@ def _inputs(eps: float | None, norm_in: float | None, layout: str) -> Iterator[S
 
 
 def prepared_inputs(layout: str) -> Iterator[Slot]:
-    """Of an operator that prepares the norm of its result in that layout; "": it does not."""
+    """The input slots that an operator needs to prepare the norm of its result in `layout`; none for ""."""
     if layout:
         yield Slot("weight", ("NG",))
         yield from named("input", NS=kind_of(layout) == "lanes")
 
 
 def prepared_outputs(layout: str) -> Iterator[Slot]:
-    """The same: after its other outputs."""
+    """The output slots of the prepared norm, which come after the operator's other outputs."""
     if layout:
         yield Slot("output", (*(["Hn"] if kind_of(layout) == "lanes" else ["An", "Sn"]), "NewSquares"))
 
 
 def prepared_results(m: int, n: int, layout: str) -> list[Tensor]:
-    """The same: x * g in the layout, and sums of squares."""
+    """(shape, dtype) of the outputs of the prepared norm: x * g in the layout, and sums of squares."""
     if not layout:
         return []
     return [*activations(m, n, layout), ((m, n // SUMMED[kind_of(layout)]), "float32")]
 
 
 def _stores_scale(op: "Linear | GateUp") -> bool:
-    """Whether it completes a norm whose scales the layers that prepare the next one read."""
+    """Whether the operator completes a norm and returns its scales: in the layout "lanes", layers that prepare a later
+    norm read them."""
     return op.norm_in is not None and kind_of(op.layout_read) == "lanes"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Linear(Operator, name="linear"):
-    """x W^T for each W, plus biases and a residual: (x, [g], [squares, [scale]], (W, [bias]).., [residual], [g, [scale]
-    of the norm that it prepares]) -> float32 [m, padded(n)] for each W.
+    """x W^T for each matrix W, plus biases and a residual: (x, [g], [squares, [scale]], (W, [bias]).., [residual], [g,
+    [scale] of the prepared norm]) -> (float32 [m, padded(n)] for each W.., [outputs of the prepared norm], [scales]).
 
-    segments  (format, rows) of each W; biases: which of them have one
-    layout    of x
-    eps       of a norm of x that it computes, whose weight g follows x; norm_in: of one that it completes; norm_out:
-              the layout in which it prepares one ("": it does not), and x * g and squares follow its result. Those of
-              the layout "lanes" take a scale, and the scales of one that is completed are the last result
+    segments  (format, rows) of each W
+    k         columns of each W
+    layout    the layout of x
+    biases    for each W, whether it has a bias
+    eps       not None: the kernel computes an RMS norm of x with this eps; the norm's weight g follows x
+    norm_in   not None: the kernel completes an RMS norm of x with this eps; sums of squares follow x
+    norm_out  not "": the kernel prepares the RMS norm of its result in this layout, with the weight g after the
+              residual, and also returns x * g and sums of squares
     exact     x stays float32
+
+    In the layout "lanes" a norm that is prepared or completed takes a scale, and a norm that is completed returns its
+    scales as the last result.
     """
 
     segments: tuple[tuple[str, int], ...]
@@ -179,7 +190,7 @@ class Linear(Operator, name="linear"):
 
     @property
     def plain(self) -> bool:
-        """Whether it is one product without a residual."""
+        """Whether there is only one matrix, and no residual."""
         return len(self.segments) == 1 and not self.residual
 
     def slots(self) -> Iterator[Slot]:
@@ -217,7 +228,8 @@ class Linear(Operator, name="linear"):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadLinear(Operator, name="head_linear", sizes="{0.fmt}_{0.heads}x{0.n}x{0.k}"):
-    """x W^T with a matrix of a stack for each head's columns: (x [m, heads * k], W) -> float32 [m, heads * n]."""
+    """x W^T for each head, with a matrix [n, k] of its own: (x [m, heads * k], W) -> float32 [m, heads * n]. W is the
+    stack of the heads' matrices."""
 
     fmt: str
     heads: int
@@ -244,8 +256,8 @@ class HeadLinear(Operator, name="head_linear", sizes="{0.fmt}_{0.heads}x{0.n}x{0
 
 @dataclass(frozen=True, kw_only=True)
 class GateUp(Operator, name="gate_up"):
-    """act(x G^T) * (x U^T): (x, [g], [squares, [scale]], G, U) -> n columns in `layout`. gate, up: formats; eps and
-    norm_in as of Linear."""
+    """act(x G^T) * (x U^T): (x, [g], [squares, [scale]], G, U) -> (m rows of n columns in `layout`, [scales]). gate,
+    up: formats of G and U. layout_in: the layout of x. eps, norm_in: see Linear."""
 
     gate: str
     up: str

@@ -1,7 +1,7 @@
-"""Operators of mixers that keep a state for each sequence, and the gate after a mixer.
+"""The operators of mixers that keep a state for each sequence, and of the gate after a mixer.
 
-Rows of one slot are consecutive tokens of one sequence; `cells` says which cell has a slot's state and where states go
-(schedules/runs.py). States are changed in place.
+Rows with the same slot are consecutive tokens of one sequence. The argument `cells` has the numbers of the cells from
+which a slot's state is read, and to which new states are written (schedules/runs.py). States are changed in place.
 """
 
 from abc import abstractmethod
@@ -16,17 +16,17 @@ _Y, _STATES = Slot("output", ("Y",)), Slot("states", ("States",))
 
 @dataclass(frozen=True, kw_only=True)
 class Mixer(Operator):
-    """What operators with states share: (rows, cells, inputs.., weights.., states) -> (float32 [m, columns],
-    states). They have `single`: how many rows may be single ones."""
+    """The base class of operators with states: (rows, cells, inputs.., weights.., states) -> (float32 [m, columns],
+    states). Subclasses have a field `single`: the largest number of single rows."""
 
     @property
     @abstractmethod
     def columns(self) -> int:
-        """Of the result."""
+        """The columns of the result."""
 
     @abstractmethod
     def own(self) -> Iterator[Slot]:
-        """Inputs and weights."""
+        """The slots of inputs and weights."""
 
     def slots(self) -> Iterator[Slot]:
         yield from (STATE_SLOT, ROWS_SLOT, CELLS_SLOT)
@@ -48,13 +48,15 @@ class Mixer(Operator):
 
 @dataclass(frozen=True, kw_only=True)
 class CausalConv(Mixer, name="causal_conv", sizes="{0.channels}x{0.taps}"):
-    """act(conv(x) + b), conv over the last `taps` positions of each column: (rows, cells, x.., w.., [b], states).
+    """A causal convolution of each channel over its last `taps` positions: (rows, cells, x.., w.., [b], states). At
+    position p:
 
         Y[p] = act(sum over t < taps of W[t] * X[p - taps + 1 + t] + B)
 
-    gated: x is [B, C, X], and it is C * conv(B * X). parts: how many x and w there are, of as many columns each, side
-    by side, each x float32 [m, columns or 3 * columns], each w float32 [columns, taps] flat. states: float32 [cells,
-    taps - 1, channels], the last inputs, the oldest first.
+    gated: the columns of x are [B, C, X], and the result is C * conv(B * X). parts: the channels are divided equally
+    between so many arguments x and w. Each x is float32 [m, channels / parts], or if gated [m, 3 * channels]; each w is
+    float32 [channels / parts * taps], with the taps of a channel consecutive. states: float32 [cells, taps - 1,
+    channels], the last inputs, the oldest first.
     """
 
     channels: int
@@ -81,15 +83,19 @@ class CausalConv(Mixer, name="causal_conv", sizes="{0.channels}x{0.taps}"):
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNet(Mixer, name="delta_net", sizes="{0.key_heads}x{0.value_heads}x{0.d}"):
-    """A gated delta rule (compiler/models/config.py: DeltaNetConfig): (rows, cells, qkv, beta, alpha, a, dt, states),
-    or by_channel (rows, cells, qkv, beta, decay, states). d: columns of a head; eps: of the lengths of q and k.
+    """A gated delta rule (compiler/models/config.py: DeltaNetConfig): (rows, cells, qkv, beta, alpha, a, dt, states);
+    with by_channel (rows, cells, qkv, beta, decay, states). For each token and value head, with M, the head's state:
 
-        decay = exp(a * softplus(alpha + dt)), k and q divided by sqrt(their squares' sum + eps), q by sqrt(d) too
+        decay = exp(a * softplus(alpha + dt))
+        k = k / sqrt(sum(k*k) + eps);  q = q / sqrt(sum(q*q) + eps) / sqrt(d)
         M *= decay;  M += k t^T,  t = sigmoid(beta) * (v - M^T k);  y = M^T q
 
-    by_channel: each channel of k, a row of M, has a decay of its own, which is given. float32: qkv [m, q, k and v of
-    all heads], beta and alpha [m, value heads, padded], a and dt [value heads, padded], decay [m, value heads * d],
-    states [cells, value heads, d of k, d of v] on the CPU, where on the GPU M is transposed.
+    d: columns of a head. grouped: consecutive value heads share a key head; otherwise a value head has the key head
+    `value head % key_heads`. by_channel: each row of M has its own decay, given as an argument.
+
+    All are float32: qkv [m, columns of q, k and v of all heads], beta and alpha [m, value heads, padded], a and dt
+    [value heads, padded], decay [m, value heads * d], states [cells, value heads, d, d]. On the CPU the rows of a state
+    are those of M; on the GPU M is stored transposed.
     """
 
     key_heads: int
@@ -116,16 +122,19 @@ class DeltaNet(Mixer, name="delta_net", sizes="{0.key_heads}x{0.value_heads}x{0.
 
 @dataclass(frozen=True, kw_only=True)
 class SsmScan(Mixer, name="ssm_scan", sizes="{0.heads}x{0.d}x{0.size}"):
-    """Mamba-2: (rows, cells, x, [z], t, a, [d], [bias], states). d: columns of x of a head; size: of B and C.
+    """The scan of Mamba-2: (rows, cells, x, [z], t, a, [D], [bias], states). For each token and head, with S [d, size],
+    the head's state:
 
         dt = softplus(t + bias);  S *= exp(a * dt);  S += dt * x B^T;  y = (S C + D * x) * silu(z)
 
-    given: t is dt itself, without a bias. gated: with z and D; else y = S C. by_state: each column of x has its own t
-    and D, and a number of a for each of B, as Mamba-1 (one head has all columns).
+    d: columns of x for each head. size: elements of B, and of C. groups: number of different B and C; consecutive heads
+    share one. given: t is dt itself, and there is no bias. gated: false: y = S C, without z and D. by_state: as in
+    Mamba-1, where one head has all columns: each column of x has its own t and D, and a has a number for each element
+    of S.
 
-    float32: x [m, x of all heads, B and C of all groups], z [m, heads * d, padded], t [m, heads, padded], a, d and bias
-    [heads, padded] (by_state: t [m, d], a [d * size], d [d]), states [cells, heads, d * size] on the GPU; on the CPU S
-    is transposed.
+    All are float32: x [m, columns of x of all heads, B of all groups, C of all groups], z [m, heads * d, padded], t [m,
+    heads, padded], a, D and bias [heads, padded] (by_state: t [m, d], a [d * size], D [d]), states [cells, heads, d *
+    size]. On the GPU a state is S; on the CPU S is stored transposed.
     """
 
     heads: int
@@ -152,8 +161,9 @@ class SsmScan(Mixer, name="ssm_scan", sizes="{0.heads}x{0.d}x{0.size}"):
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelDecay(Operator, name="channel_decay", sizes="{0.heads}x{0.d}"):
-    """exp(a * softplus(x + dt)), what a delta net keeps of each channel: (x float32 [m, heads * d, padded], a [heads,
-    padded], dt [heads * d, padded]) -> float32 [m, heads * d]. The d columns of a head share an a."""
+    """exp(a * softplus(x + dt)), the decay of each channel of a `DeltaNet` with by_channel: (x float32 [m, heads * d,
+    padded], a [heads, padded], dt [heads * d, padded]) -> float32 [m, heads * d]. The d columns of a head have the same
+    a."""
 
     heads: int
     d: int
@@ -168,8 +178,8 @@ class ChannelDecay(Operator, name="channel_decay", sizes="{0.heads}x{0.d}"):
 
 @dataclass(frozen=True, kw_only=True)
 class Gate(Operator, name="gate", sizes="{0.k}"):
-    """y * sigmoid(z), or y * silu(z): (x, z float32 [m, k], [g float32 [size]]); y is x, or with eps its RMS norm over
-    each `size` columns, times g."""
+    """y * sigmoid(z), or with silu y * silu(z): (x, z float32 [m, k], [g float32 [size]]) -> m rows of k columns in
+    `layout`. eps None: y is x. Otherwise y is the RMS norm of each block of `size` columns of x, times g."""
 
     k: int
     m: int

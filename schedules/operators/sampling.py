@@ -1,4 +1,4 @@
-"""The choice of a token for each row of logits, as an operator."""
+"""`Sample`, the operator that chooses a token for each row of logits."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,8 +9,9 @@ from mlc_amd.schedules.operators.layouts import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Sample(Operator, name="sample", sizes="{0.vocab}"):
-    """(logits [m, columns], sampling, changes, allowed) -> (ids int32 [m], log-probabilities [m], workspace [m,
-    columns]); all but the logits are those of runtime/sampling/layout.py. vocab: columns of the logits that count."""
+    """(logits float32 [m, columns], sampling, changes, allowed) -> (token ids int32 [m], log-probabilities float32 [m],
+    workspace float32 [m, columns]). runtime/sampling/layout.py defines sampling, changes and allowed. vocab: the number
+    of tokens; the columns after it are padding."""
 
     vocab: int
     columns: int

@@ -1,4 +1,4 @@
-"""Operators of residual streams (compiler/models/residuals/config.py)."""
+"""`Sinkhorn`, an operator of models with several residual streams (compiler/models/residuals/config.py)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from mlc_amd.schedules.operators.layouts import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Sinkhorn(Operator, name="sinkhorn", sizes="{0.count}"):
-    """A matrix of a row whose rows and columns are divided by their sums by turns: (x float32 [m, count * count]) ->
-    float32 [m, count * count]. It is the softmax of each row of x, plus eps; then columns are divided by their sums
-    plus eps `iterations` times, with rows between."""
+    """Sinkhorn normalization of a matrix [count, count] for each row of a step: (x float32 [m, count * count]) ->
+    float32 [m, count * count]. It starts with the softmax of each row of the matrix, plus eps. Then it divides columns
+    by (their sum + eps) `iterations` times, and rows by (their sum + eps) between two of these."""
 
     count: int
     iterations: int

@@ -1,6 +1,7 @@
-"""Activation functions of feed-forward layers, on vectors of float32.
+"""Activation functions of feed-forward layers.
 
-`ACTIVATIONS`: name to f(gate, up, isa, n), which gives act(gate) * up of the `n` lanes of both.
+`activation(name)` returns a function f(gate, up, isa, n), which returns act(gate) * up. gate, up and the result are
+float32 vectors of `n` lanes; isa is an instruction set of arch.py.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from mlc_amd.schedules.cpu.base.vector import LANES, f32
 from mlc_amd.schedules.operators.attention import LOG2E
 from mlc_amd.schedules.operators.experts import CUT, LIMITED, SITU, numbers_of
 
-OAI_LIMIT, OAI_SLOPE = 7.0, 1.702  # of gpt-oss
+OAI_LIMIT, OAI_SLOPE = 7.0, 1.702  # constants of gpt-oss
 
 
 def times_sigmoid(x, t, isa, n):
@@ -27,8 +28,8 @@ def silu(gate, up, isa, n=LANES):
 
 
 def gelu(gate, up, isa, n=LANES):
-    """GGML's tanh approximation 0.5 * x * (1 + tanh(u)), u = sqrt(2/pi) * (x + 0.044715 * x**3), as x * sigmoid(2u):
-    the same function without cancellation for negative x."""
+    """gelu(gate) * up, in GGML's tanh approximation: gelu(x) = 0.5 * x * (1 + tanh(u)), u = sqrt(2/pi) * (x + 0.044715
+    * x**3). It is computed as x * sigmoid(2u), the same function without cancellation for negative x."""
     x = T.Bind(gate)
     u = f32(0.79788456, n) * (x + f32(0.044715, n) * x * x * x)
     return times_sigmoid(x, f32(2.0, n) * u, isa, n) * up
@@ -53,7 +54,7 @@ def swiglu_oai(gate, up, isa, n=LANES):
 
 
 def silu_limited(limit, cut):
-    """silu(min(gate, limit)) * up, or with `cut` min(silu(gate), limit) * up, up between -limit and limit."""
+    """silu(min(gate, limit)) * u, or with `cut` min(silu(gate), limit) * u, where u = up clamped to -limit .. limit."""
 
     def activate(gate, up, isa, n=LANES):
         u = T.Bind(T.max(T.min(up, f32(limit, n)), f32(-limit, n)))
@@ -65,10 +66,11 @@ def silu_limited(limit, cut):
 
 
 def situ(gate_bound, up_bound):
-    """a tanh(gate / a) sigmoid(gate) * b tanh(up / b), without b up as it is."""
+    """a tanh(gate / a) sigmoid(gate) * b tanh(up / b), with a = gate_bound and b = up_bound; a bound of 0 means no
+    tanh."""
 
     def bounded(x, bound, isa, n):
-        """bound * tanh(x / bound), of which tanh(z) = 2 sigmoid(2z) - 1."""
+        """bound * tanh(x / bound), computed by tanh(z) = 2 sigmoid(2z) - 1; x if bound is 0."""
         t = T.Bind(x * f32(2.0 / bound, n))
         return T.Bind(times_sigmoid(f32(2.0 * bound, n), t, isa, n) - f32(bound, n)) if bound else x
 
@@ -79,13 +81,13 @@ def situ(gate_bound, up_bound):
 
 
 def activation(act):
-    """The one of that name, or one with numbers."""
+    """The function of an activation's name, which may end in numbers (schedules/operators/experts.py)."""
     kind, numbers = numbers_of(act)
     return NUMBERED[kind](*numbers) if numbers else ACTIVATIONS[act]
 
 
 def gelu_alone(gate, up, isa, n=LANES):
-    """As gelu, of experts without a gate: up is not read."""
+    """gelu(gate), for experts without a gate: up is not read."""
     return gelu(gate, f32(1.0, n), isa, n)
 
 

@@ -1,34 +1,33 @@
-"""The instruction sets of the CPU kernels: how int8 weights times int8 activations become int32 sums, one row to a
-lane.
+"""The instruction sets of CPUs: how a kernel multiplies int8 weights by int8 activations to int32 sums. And `Arch`, the
+CPU architecture that an `--arch` name means.
 
-A register holds four consecutive columns of each of `lanes` rows (a lane is a row: sums never cross lanes). A kernel
-hands `dot` some of the eight registers of a 32-column block, and for each the matching four activations of a token as
-one int32. The classes are namespaces, never instantiated:
+A weight register holds four consecutive columns of each of `lanes` rows. A lane is a row, so no sum crosses lanes. A
+kernel passes to `dot` some of the eight registers of a block of 32 columns and, for each register, the four
+activations of a token that belong to its columns, as one int32.
 
-    lanes          rows of a register
-    registers      vector registers that the machine has
-    mcpu           an LLVM cpu that has the instructions (any newer one will do)
-    tokens         tokens of a prefill tile that suit the register file
-    interleave     tokens whose dot products are interleaved, see linear.PrefillPlan
-    sums_in_registers    whether the sums of all rows of a prefill tile are, or those of many in memory
-    task, unpack   of prefill's linear layers: KB of a task, and tiles of tokens, see linear.PrefillPlan
-    rows, sums, convert    of prefill attention: rows, registers and convert of attention_prefill.Plan
-    ahead          bytes that a decode kernel prefetches ahead of its loads, 0: none
-    signed_zero    what `signed` and `lookup` add to signed weights: dot(signed(w), a) = sum(w*a) + signed_zero*sum(a)
-    step(top)      registers that `dot` may take in one call when no code exceeds `top` (None: weights from `signed` or
-                   `lookup`)
-    signed(x)      signed bytes (given as uint8) in the form that `dot` takes
-    keep(w)        what `signed`, `lookup` or an unsigned weight gave, as the bytes to keep in memory
-    kept(x)        from such bytes of a signed or looked-up weight: the form that `dot` takes
-    lookup(t, x)   table entries t[x] (8 or 16 signed bytes) for codes x (uint8, 0..7 or 15) in the form that `dot`
-                   takes
+The classes of instruction sets are namespaces and are never instantiated. They have:
+
+    lanes          rows in a register
+    registers      number of vector registers
+    mcpu           an LLVM cpu that has the instructions; newer ones have them too
+    tokens         tokens of a prefill tile, chosen for the number of registers
+    interleave     see linear_plan.PrefillPlan
+    sums_in_registers    whether prefill keeps the sums of all rows of a tile in registers; false: in memory
+    task, unpack   see linear_plan.PrefillPlan
+    rows, sums, convert    the fields rows, registers and convert of attention_prefill.Plan
+    ahead          bytes that a decode kernel prefetches ahead of its loads; 0: none
+    signed_zero    a constant that `signed` and `lookup` add to weights: dot(signed(w), a) = sum(w*a) +
+                   signed_zero*sum(a)
+    step(top)      number of registers that one call of `dot` may take without overflow. top: the largest code; None:
+                   weights from `signed` or `lookup`
+    signed(x)      the form that `dot` takes of signed bytes, which are given as uint8
+    lookup(t, x)   the form that `dot` takes of t[x]. t: a table of 8 or 16 signed bytes; x: codes, uint8
+    keep(w)        the bytes to store in memory for unsigned codes, or for a result of `signed` or `lookup`
+    kept(x)        the form that `dot` takes of bytes that `keep` returned for a result of `signed` or `lookup`
     half(x, n)     n lanes of finite float16 as float32
     exp2(x, n)     2**x of n lanes of float32, see vector.exp2
-    dot(s, w, a)   s[t][r] + sum over i of w[r][i]*a[t][i] for each token t and row register r: s int32 per lane, w
-                   registers, a int32 scalars of four int8 each, not below -127
-
-`Arch` is an architecture by its `--arch` name: which LLVM cpu to compile for, its instruction set, and the CPU flags
-that a machine must have to run the code.
+    dot(s, w, a)   s[t][r] + sum over i of w[r][i]*a[t][i], for each token t and row register r. s: int32 vectors; w:
+                   registers; a: int32 scalars of four int8 each, which are not below -127
 """
 
 from dataclasses import dataclass
@@ -42,22 +41,23 @@ from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.schedules.cpu.base.vector import exp2, exp2_avx512, half_bits, intrin, pin, splat, widen
 
 INT16_MAX, ACT_MAX = 32767, 127
-QUADS = 8  # registers of a block of 32 columns
+QUADS = 8  # registers in a block of 32 columns
 
 
 def _table(values, n, kind):
-    """`n` bytes that repeat the 8 or 16 of `values`: pshufb looks up within 16 bytes."""
+    """A vector of `n` bytes that repeats the 8 or 16 `values`, because pshufb looks up within 16 bytes."""
     return T.Shuffle([T.Cast(kind, T.int32(v)) for v in values] * (n // len(values)), [T.int32(i) for i in range(n)])
 
 
 def _pairs_step(top):
-    """How many registers' products fit in int16 pairs: each adds up to two products of `top` and 127."""
+    """The number of registers whose products can be added in int16: each adds at most two products of `top` and
+    127."""
     return 1 if top is None else min(QUADS, INT16_MAX // (2 * top * ACT_MAX))
 
 
 def _outer(weights, acts, cast, pair):
-    """int16 sums over i of pair(weights[r][i], cast(acts[t][i])), as [t][r]: an activation is broadcast once for all
-    row registers."""
+    """The int16 sums over i of pair(weights[r][i], cast(acts[t][i])), as [t][r]. An activation is broadcast once for
+    all row registers."""
     totals = [[None] * len(weights) for _ in acts]
     for i in range(len(weights[0])):
         for total, quads in zip(totals, acts, strict=True):
@@ -81,7 +81,7 @@ class Vnni512:
 
     @staticmethod
     def step(top):
-        return 1  # nothing can overflow; several rows' chains interleave at this grain
+        return 1  # nothing can overflow; with one register a call, the sums of several tokens and rows interleave
 
     @classmethod
     def signed(cls, x):
@@ -116,15 +116,15 @@ class Vnni512:
 
 
 class Zen4(Vnni512):
-    """The same on a Zen 4, which multiplies one vector of 512 bits in a cycle, not two; in the same cycle it can load
-    two scalars to broadcast, or convert from float16."""
+    """AVX512-VNNI on Zen 4, with other tile sizes: it multiplies one 512-bit vector in a cycle, not two. In the same
+    cycle it can load and broadcast two scalars, or convert from float16."""
 
     mcpu, task, unpack = "znver4", 256, 8
     rows, sums, convert = 8, 8, 0
 
 
 class AvxVnni(Vnni512):
-    """AVX-VNNI (or AVX512VL-VNNI): the same instruction on 256 bits."""
+    """AVX-VNNI (or AVX512VL-VNNI): vpdpbusd on 256 bits."""
 
     lanes, registers, mcpu, interleave, task = 8, 16, "alderlake", 4, 256
     rows, sums, convert = 6, 12, 1
@@ -133,8 +133,8 @@ class AvxVnni(Vnni512):
 
 
 class Avx2:
-    """AVX2 (and AVX512 without VNNI): vpmaddubsw makes int16 sums of two products; several are added before they widen
-    to int32."""
+    """AVX2 (and AVX512 without VNNI): vpmaddubsw adds two products to an int16; several of these are added before they
+    are widened to int32."""
 
     lanes, registers, mcpu = 8, 16, "x86-64-v3"
     tokens, interleave, task, unpack, ahead = 16, 4, 256, 4, 4096
@@ -145,8 +145,7 @@ class Avx2:
 
     @staticmethod
     def signed(x):
-        """|w| and w: |w| times the activation with w's sign is w times the activation, and 2*128*127 still fits in
-        int16."""
+        """(|w|, w). `dot` multiplies |w| by sign(w) * activation, which is w * activation; 2*128*127 fits in int16."""
         w = T.Bind(T.reinterpret("int8x32", x))
         return pin(T.reinterpret("uint8x32", intrin("int8x32", "llvm.x86.avx2.psign.b", w, w)), 32), w
 
@@ -179,8 +178,8 @@ class Avx2:
 
 
 class Portable:
-    """No intrinsics: int16 products of the even and of the odd bytes, for any machine that LLVM knows. Signed weights
-    are a 1-tuple."""
+    """Without intrinsics, for any machine that LLVM supports: int16 products of the even bytes and of the odd bytes.
+    `signed` and `lookup` return a 1-tuple, from which `dot` knows that bytes are signed."""
 
     lanes, registers, mcpu = 8, 16, "x86-64-v2"
     tokens, interleave, task, unpack, ahead = 4, 1, 256, 4, 0
@@ -201,8 +200,8 @@ class Portable:
 
     @staticmethod
     def lookup(table, x):
-        """A tree of selections by the bits of x, lowest first; by masks, for selections of bytes by booleans take LLVM
-        10 seconds."""
+        """A tree of selections by the bits of x, the lowest first. It selects by masks, because LLVM takes 10 seconds
+        to compile selections of bytes by booleans."""
         values = [splat(T.Cast("uint8", T.int32(v & 255)), 32) for v in table]
         for bit in range(len(table).bit_length() - 1):
             taken = pin(splat(T.uint8(0), 32) - (T.shift_right(x, splat(T.uint8(bit), 32)) & splat(T.uint8(1), 32)), 32)
@@ -237,15 +236,15 @@ Isa = type[Vnni512] | type[Avx2] | type[Portable]  # an instruction set
 
 # ---- architectures
 
-# The names that `--help` and errors show; any other cpu that LLVM knows works too.
+# The names that `--help` and error messages show; any other cpu name of LLVM works too.
 LEVELS = ("x86-64-v4", "x86-64-v3", "x86-64-v2")
 CPUS = ("znver1", "znver2", "znver3", "znver4", "znver5", "haswell", "alderlake", "icelake-server")
 NAMES = ("native", *reversed(LEVELS), *CPUS)
 
-# Cpus whose best tile sizes differ from those of others with the same instructions.
+# CPUs whose best tile sizes differ from those of others with the same instructions
 OWN = {"znver4": Zen4}
 
-# The best first: (LLVM features, instruction set)
+# (LLVM features, instruction set that needs them), the best first
 ISAS = (
     (("avx512vnni", "avx512bw", "avx512dq"), Vnni512),
     (("avxvnni",), AvxVnni),
@@ -253,7 +252,7 @@ ISAS = (
     ((), Portable),
 )
 
-# LLVM feature: the flag in /proc/cpuinfo. What a machine must have of these is recorded in the artifact.
+# LLVM feature to the flag in /proc/cpuinfo. An artifact records which of these flags a machine must have.
 FLAGS = {
     "sse4.2": "sse4_2", "avx": "avx", "avx2": "avx2", "fma": "fma", "f16c": "f16c", "avxvnni": "avx_vnni",
     "avx512f": "avx512f", "avx512bw": "avx512bw", "avx512dq": "avx512dq", "avx512vl": "avx512vl",
@@ -263,16 +262,18 @@ FLAGS = {
 
 @dataclass(frozen=True)
 class Arch:
-    name: str  # as the user named it; "native" becomes the cpu's own name
-    mcpu: str  # LLVM's name
+    """A CPU architecture for which kernels are compiled."""
+
+    name: str  # the name that the user gave; for "native" the cpu's name
+    mcpu: str  # LLVM's name of the cpu
     isa: Isa
-    flags: tuple[str, ...]  # /proc/cpuinfo flags that the code needs
+    flags: tuple[str, ...]  # flags of /proc/cpuinfo that a machine must have to run the code
 
     api = "cpu"
 
     @property
     def needs(self) -> dict:
-        """What a candidate asks of a machine."""
+        """The key `needs` of a candidate (runtime/measure/candidate.py)."""
         return {"flags": list(self.flags)}
 
     @property
@@ -288,11 +289,11 @@ def _arch(name: str, mcpu: str) -> Arch:
 
 
 def resolve(name: str = "native") -> Arch:
-    """The architecture of that name. UserError for a name that LLVM does not know."""
+    """The architecture of this name. Raises UserError for a name that LLVM does not know, or a cpu without 64 bits."""
     triple = codegen.llvm_get_system_triple()
     if name in ("native", "auto"):
         cpu, host = codegen.llvm_get_system_cpu(), cpu_flags()
-        # A hypervisor may hide features of the CPU that LLVM recognizes: then the best level that the flags allow.
+        # A hypervisor may hide features of the CPU that LLVM recognizes. Then take the best level that the flags allow.
         if not host:
             return _arch(cpu, cpu)
         candidates = [_arch(name, name) for name in (cpu, *LEVELS)]
@@ -305,5 +306,5 @@ def resolve(name: str = "native") -> Arch:
 
 
 def tile_rows(m: int, arch: Arch) -> int:
-    """Rows of an activation tile, also of kernels whose activations are not laid out in tiles."""
+    """Rows of an activation tile for steps of m rows. Kernels whose activations have no tiles use the same number."""
     return min(m, arch.isa.tokens)

@@ -1,18 +1,17 @@
-"""The rooflines of a CPU's kernels: a kernel's memory traffic and its arithmetic, as kernels of their own that are
-timed beside it.
+"""The roofline of a CPU kernel, measured by two kinds of kernels that do only its memory accesses or only its
+arithmetic. They are measured together with the kernel, because the rates of a shared machine change by the minute.
 
-In: a kernel's parameters and its workload. Out (`bounds`): kernels with these parameters, of two kinds; the slower kind
-is the roofline.
+In: a kernel's parameters and its operator. Out (`bounds`): kernels with the same parameters. The slower kind is the
+roofline.
 
-    reads         loads every byte of the weights, or of the keys and values that are seen, once, with one instruction
-                  to combine it with others; several variants, of which the fastest counts
-    multiplies    the arithmetic alone, in independent chains, on operands in registers or L1: of int8 blocks the dot
-                  products, their conversion to float32 and the multiplications by scales; of attention the two products
-                  and, for each vector of scores, a maximum, a difference, 2**x and a sum; of SwiGLU also, for each
-                  vector of results, act(x) times y
+    reads         loads every byte of the weights once, or of the keys and values that are attended to, with one more
+                  instruction for each vector. There are several variants, of which the fastest counts
+    multiplies    the arithmetic, in independent chains, on operands in registers or in the L1 cache. int8 blocks: the
+                  dot products, their conversion to float32, and the multiplications by scales. Attention: the two
+                  products and, for each vector of scores, a maximum, a difference, 2**x and a sum. SwiGLU: also act(x)
+                  * y for each vector of results
 
-They leave out what depends on shapes: tails, unpacking, masks, results. They are measured and not looked up, for the
-rates of a shared machine change by the minute.
+They leave out work that depends on shapes: tails, unpacking, masks, storing results.
 """
 
 import functools
@@ -29,20 +28,21 @@ from mlc_amd.schedules.cpu.linear.planes import BLOCK
 from mlc_amd.schedules.operators import CausalAttention, ExpertGateUp, ExpertLinear, GateUp, Linear, Operator
 
 AHEAD = (0, 4096, 8192)  # bytes that the variants of `reads` prefetch ahead
-CHUNK = 4096  # bytes of a task
-PAGE = 4096  # bytes: smaller parameters stay in a cache
-TASKS = 240  # of `multiplies`: divides well by any number of threads
-STEPS = 16  # fewest steps of a task
-REUSE = 16  # steps after which the same activations are loaded again: they stay in L1
+CHUNK = 4096  # bytes that a task of `reads` loads
+PAGE = 4096  # bytes; `reads` leaves out smaller parameters, which stay in a cache
+TASKS = 240  # tasks of `multiplies`; divisible by many numbers of threads
+STEPS = 16  # smallest number of steps of a task
+REUSE = 16  # steps after which the same activations are loaded again, so that they stay in the L1 cache
 
 
 def _declare(params):
-    """The parameters of another kernel after `state`: buffers by name, in order."""
+    """Declares the parameters `params` after `state`: name to buffer, in order."""
     return {p.name: T.arg(p.name, T.buffer(p.shape, p.dtype)) for p in params[1:]}
 
 
 def bounds(params, op: Operator, isa, name) -> dict[str, list[tirx.PrimFunc]]:
-    """The kernels by kind. params: of the operator's kernel (of a linear layer or attention), Params of a candidate."""
+    """Kind to the kernels of this kind. op: a linear layer or attention. params: the parameters of its kernel, Params
+    of runtime/measure/candidate.py."""
     return {
         "reads": [reads(params, op, ahead, name) for ahead in AHEAD],
         "multiplies": [multiplies(params, op, isa, name)],
@@ -50,7 +50,7 @@ def bounds(params, op: Operator, isa, name) -> dict[str, list[tirx.PrimFunc]]:
 
 
 def reads(params, op: Operator, ahead, name) -> tirx.PrimFunc:
-    """Reads all weights, and of caches the share of the keys that are seen. ahead: one of AHEAD."""
+    """A kernel that reads all weights, and the part of caches whose keys are attended to. ahead: one of AHEAD."""
     large = [p for p in params if p.role in ("weight", "cache") and p.nbytes >= PAGE]
     with kernel(name) as (builder, _):
         buffers = _declare(params)
@@ -66,13 +66,13 @@ def reads(params, op: Operator, ahead, name) -> tirx.PrimFunc:
 
 
 def _live_keys(rows, op: Operator):
-    """Keys that any of the step's rows sees, consecutive tokens of one sequence."""
+    """The number of keys that any row of the step attends to. Rows are consecutive tokens of one sequence."""
     keys, span = rows[0, 0] + op.m, op.most_keys
     return T.min(keys, T.int32(span + op.m - 1)) if span else keys
 
 
 def _emit_read(view, lines, sink, ahead):
-    """A parallel loop over tasks of CHUNK bytes; the last one's may overlap with those before."""
+    """Emits a parallel loop over tasks of CHUNK bytes; the last task may overlap with the one before."""
     each = CHUNK // LINE
     with T.parallel((lines + each - 1) // each) as task:
         first = T.Bind(T.max(T.min(task * each, lines - each), T.int32(0)))
@@ -86,17 +86,17 @@ def _emit_read(view, lines, sink, ahead):
                     prefetch(view, line, 0, ahead=ahead // 4, locality=2)
                 store(one, one[at(0)] | view[line, at(0)], at(0))
         both = [sums[i][at(0)] | sums[i + 1][at(0)] for i in (0, 2)]
-        # Never true, but LLVM cannot prove it, so it keeps the loads.
+        # The condition is never true, but LLVM cannot prove it, so it keeps the loads.
         with T.If(reduce("or", T.Bind(both[0] | both[1])) == T.int32(0x5EED)), T.Then():
             store(sink, T.int32(0), 0)
 
 
 def multiplies(params, op: Operator, isa, name) -> tirx.PrimFunc:
-    """The arithmetic of a call."""
+    """A kernel that does the arithmetic of a call."""
     with kernel(name) as (builder, state):
         buffers, result = _declare(params), params[-1]
         sink = T.decl_buffer((result.nbytes // 4,), "float32", data=buffers[result.name].data)
-        acts = next(((p, buffers[p.name]) for p in params if p.name == "A"), None)  # of int8 formats
+        acts = next(((p, buffers[p.name]) for p in params if p.name == "A"), None)  # only int8 formats have A
         if isinstance(op, CausalAttention):
             m, heads, d, span = op.m, op.layer.heads, op.layer.d, op.layer.span
             pairs = buffers["rows"][0, 0] * m + m * (m + 1) // 2
@@ -104,7 +104,7 @@ def multiplies(params, op: Operator, isa, name) -> tirx.PrimFunc:
             _emit_scores(T.Bind(pairs * heads // (isa.lanes * _chains(isa))), 2 * d, state, sink, isa)
         else:
             assert isinstance(op, Linear | GateUp | ExpertGateUp | ExpertLinear)
-            rows = op.m * getattr(op, "used", 1)  # of results: each row's experts have one each
+            rows = op.m * getattr(op, "used", 1)  # rows of results: one for each row and expert that it uses
             with T.attr(T.int32(0), "pragma_parallel_launch_point", 1):
                 for fmt, n in op.weights:
                     _emit_weights(fmt, -(-n // isa.lanes) * rows, op.k, state, acts, sink, isa)
@@ -114,8 +114,8 @@ def multiplies(params, op: Operator, isa, name) -> tirx.PrimFunc:
 
 
 def _chains(isa):
-    """Independent sums: as many as hide the latency of an instruction, with room for operands, where each has an int32
-    and a float one."""
+    """The number of independent sums. They hide the latency of an instruction, and leave registers for operands if each
+    has an int32 and a float32 register."""
     return isa.registers * 3 // 8
 
 
@@ -125,8 +125,8 @@ def _emit_fma(sums, factor, lanes):
 
 
 def _emit_scores(work, products, state, sink, isa):
-    """`work` times a vector of scores for each chain: `products` multiplications and additions, then softmax's
-    share."""
+    """Emits the arithmetic of `work` vectors of scores for each chain: for each vector `products` multiply-adds, then
+    the operations of softmax."""
     lanes = isa.lanes
     tasks = T.Bind(T.max(T.min(work // STEPS, T.int32(TASKS)), T.int32(1)))
     steps = T.Bind(work // tasks)
@@ -144,7 +144,7 @@ def _emit_scores(work, products, state, sink, isa):
 
 
 def _emit_activation(activation, work, state, sink, isa):
-    """`work` times act(x) * y of a vector for each chain."""
+    """Emits act(x) * y of `work` vectors for each chain."""
     lanes, tasks = isa.lanes, max(1, min(TASKS, work // STEPS))
     with T.parallel(tasks) as task:
         xs, factor = _start(state, isa)
@@ -157,7 +157,7 @@ def _emit_activation(activation, work, state, sink, isa):
 
 
 def _start(state, isa):
-    """(an accumulator for each chain, a factor of 1 that LLVM cannot fold)."""
+    """(an accumulator for each chain, a factor that is 1 but that LLVM cannot fold)."""
     lanes, sums = isa.lanes, [local(isa.lanes) for _ in range(_chains(isa))]
     for i, one in enumerate(sums):
         store(one, f32(float(i), lanes), at(0, lanes))
@@ -171,7 +171,7 @@ def _finish(sums, sink, task, lanes):
 
 
 def _emit_weights(fmt, vectors, k, state, acts, sink, isa):
-    """`vectors` sums of k columns, each of isa.lanes rows by a token."""
+    """Emits the arithmetic of `vectors` sums over k columns, each for isa.lanes rows and one token."""
     chains, lanes = _chains(isa), isa.lanes
     work = vectors * (k // BLOCK if fmt.kind == "int8" else k) // chains
     tasks = max(1, min(TASKS, work // STEPS))
@@ -188,7 +188,7 @@ def _emit_weights(fmt, vectors, k, state, acts, sink, isa):
     codes = T.decl_buffer((param.nbytes,), "uint8", data=A.data)
     steps = next(n for n in (REUSE, 8, 4, 2, 1) if n == 1 or n * chains * QUADS <= count)
     parts, size = groups(fmt), step(fmt, isa)
-    more = 1 + (parts if fmt.minimum else 0)  # by the activations' scale, and for minimums
+    more = 1 + (parts if fmt.minimum else 0)  # more multiply-adds: for the activations' scale, and for minimums
     with T.parallel(tasks) as task:
         sums, factor = _start(state, isa)
         dots = [local(lanes, dtype="int32") for _ in range(chains)]

@@ -1,4 +1,4 @@
-"""Multiplication by Hadamard matrices H / sqrt(size), which are their own inverses, in log2(size) steps."""
+"""Multiplication by the Hadamard matrix H / sqrt(size), which is its own inverse, in log2(size) steps."""
 
 from tvm.tirx.script import builder as T
 
@@ -7,7 +7,8 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 
 def hadamard(x: Buffer, count: int, size: int) -> None:
-    """Multiplies each `size` (a power of two, 32 or more) of the first `count` elements of x, float32, in place."""
+    """Multiplies each block of `size` elements among the first `count` elements of x by the matrix, in place. x:
+    float32. size: a power of two, at least 32."""
     with T.serial(count // LANES) as i:
         v = T.Bind(x[at(i * LANES)] * f32(size**-0.5))
         for step in (1, 2, 4, 8):
@@ -22,7 +23,7 @@ def hadamard(x: Buffer, count: int, size: int) -> None:
 
 
 def _butterflies(x: Buffer, count: int, step: int) -> None:
-    """(a, b) become (a + b, a - b): elements that are `step` apart, which is a multiple of LANES."""
+    """Replaces each pair (a, b) of elements that are `step` apart by (a + b, a - b). step: a multiple of LANES."""
     with T.serial(count // (2 * step)) as block, T.serial(step // LANES) as i:
         first: Expr = T.Bind(block * (2 * step) + i * LANES)
         a, b = (T.Bind(x[at(first + other)]) for other in (0, step))
