@@ -100,9 +100,7 @@ def compile_model(
             workers.start()
         tokenizer.export(model.metadata, directory)
         progress("import", 0, 1)
-        with (
-            no_collection()
-        ):  # all objects of a graph stay alive: garbage collection would only cost a fifth of the time
+        with no_collection():  # all objects of a graph stay alive: collecting garbage would take a fifth of the time
             lowered = lower(model, target, options.ctx)
         progress("import", 1, 1)
         clock.lap("import")
