@@ -1,8 +1,11 @@
-"""The tokens of fill in the middle that a vocabulary has, by the keys of a GGUF file or by their texts."""
+"""Finds a vocabulary's tokens for fill-in-the-middle (FIM), by the keys of a GGUF file or by the texts of tokens.
+
+In: the ids that the file's keys name, and the vocabulary. Out: `fill_tokens`, ids by `tokenizer_files.FillName`.
+"""
 
 from collections.abc import Callable, Mapping
 
-# Tokens of fill in the middle: the keys of their ids, and their texts where a file has no such key.
+# FillName -> (keys of the token's id, texts of the token for files without such a key).
 _TOKENS = {
     "prefix": (
         ("fim_pre", "prefix"),
@@ -24,7 +27,8 @@ _TOKENS = {
 
 
 def fill_tokens(number: Callable[[str], int | None], vocab: Mapping[str, int]) -> dict[str, int]:
-    """Ids by tokenizer_files.FillName; {} without a prefix and a suffix. number: of a key; vocab: ids by text."""
+    """Ids by tokenizer_files.FillName; {} if there is no token for the prefix or for the suffix. number: returns the id
+    that a GGUF key names, or None. vocab: ids by text."""
     found = {}
     for name, (keys, texts) in _TOKENS.items():
         named = [number(f"tokenizer.ggml.{key}_token_id") for key in keys]

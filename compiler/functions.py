@@ -1,6 +1,6 @@
-"""The functions of a compiled model: which rows a step of each has, and what it returns.
+"""The functions of a compiled model: the rows that a step of each function has, and what the function returns.
 
-In: a target's list of functions and the model's configuration. Out: `FunctionSpec`s.
+In: a target's list of functions and the model's configuration. Out: a list of `FunctionSpec`s.
 """
 
 from dataclasses import dataclass, replace
@@ -14,12 +14,13 @@ from mlc_amd.schedules.operators.layouts import output_rows
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """One entry point of the compiled model.
+    """One function (entry point) of the compiled model.
 
-    m: rows of a step. single: how many of them, at the front, may be of sequences of their own; the others are a chunk.
-    answers: of which rows it returns the logits, see `layouts.output_rows`. drafts: it guesses tokens, after a
-    step of the decoder or, if chained, after itself, or a block of them. keys: it only writes the keys of a step's rows
-    for that.
+    m: rows of a step. single: the first `single` rows at most are single rows, each of a sequence of its own; the
+    remaining rows are a chunk, consecutive tokens of one sequence. answers: the rows whose logits the function returns,
+    see `layouts.output_rows`. drafts: the function guesses tokens. Such a function runs after a step of the decoder or,
+    if `chained`, after a step of a drafting function; or it guesses a block of tokens. keys: the function only writes
+    keys for the drafting model, those of a step's rows.
     """
 
     name: str
@@ -32,16 +33,17 @@ class FunctionSpec:
 
     @property
     def logits(self) -> int:
-        """Rows of logits."""
+        """The number of rows of logits."""
         return output_rows(self.answers, self.m)
 
     @property
     def samples(self) -> bool:
-        """Whether it chooses a token for each row of logits: all that have some, but for those that score a chunk."""
+        """Whether the function chooses a token for each row of logits. False for functions that score a chunk, and for
+        those without logits."""
         return not self.keys and (bool(self.single) or self.answers != "all" or self.chained)
 
     def outputs(self, config: ModelConfig) -> tuple[tuple[str, str], ...]:
-        """(kind, name) of what it returns, in order."""
+        """The (kind, name) of each tensor that the function returns, in order."""
         if self.keys:
             return ()
         if not self.samples:
@@ -51,9 +53,12 @@ class FunctionSpec:
 
 
 def with_drafts(functions: list[FunctionSpec], config: ModelConfig) -> list[FunctionSpec]:
-    """The functions of a model with those that guess tokens, if something does. One follows each function of the
-    decoder that chooses tokens; chained ones take single rows, of which one step has each number up to the most, or a
-    block."""
+    """Returns `functions`, and those that guess tokens if the model has a drafting model or layers.
+
+    Each function of the decoder that chooses tokens is followed by a drafting function (FOLLOW). After that, drafting
+    continues either with one function for a block of tokens (BLOCK), or with chained functions (CHAIN). These take
+    single rows; there is one for each number of rows of a step, up to the largest.
+    """
     if config.predictor is None:
         return functions
     sampling = [f for f in functions if f.samples]

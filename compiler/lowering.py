@@ -1,7 +1,7 @@
-"""A model to calls of kernels, before the kernels are compiled.
+"""Lowers a model to calls of kernels. The kernels are not compiled yet.
 
-In: a model, a Target and a capacity. Out: `Lowered`, which has all that the later steps need: kernels are compiled from
-its module, weights written by its sources, and the manifest built of it.
+In: a model, a Target and a capacity in tokens. Out: `Lowered`, from which the later steps compile the kernels, write
+the weights and build the manifest.
 """
 
 from dataclasses import dataclass
@@ -22,13 +22,17 @@ from mlc_amd.runtime.artifact.manifest import KvTensor, Vision
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.operators.attention import PAGE
 
-DEFAULT_CONTEXT = 4096  # tokens of KV cache by default
+DEFAULT_CONTEXT = 4096  # default capacity of the KV cache, tokens
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """context: tokens of KV cache. module: calls of kernels. kept: what lives from step to step. weights: what the
-    weights' files hold. images: the functions of the image encoder; vision: the manifest's entry of it."""
+    """A lowered model.
+
+    context: capacity of the KV cache, in tokens. module: Relax functions that call kernels, and these kernels. kept:
+    the tensors that live from step to step. weights: the contents of the weights' files. images: the functions of the
+    image encoder; vision: its entry in the manifest, or None.
+    """
 
     model: Any
     target: Target
@@ -43,8 +47,9 @@ class Lowered:
 
 
 def lower(model, target: Target, ctx: int | None = None) -> Lowered:
-    """Builds, fuses and plans the functions of `model` (a GGUFModel or a synthetic one). ctx: tokens of KV cache, by
-    default the model's context up to 4096. UserError if it is too large for the model or for kernels."""
+    """Builds, fuses and plans the functions of `model` (a GGUFModel or a synthetic one). ctx: capacity of the KV cache
+    in tokens; by default the model's context, at most DEFAULT_CONTEXT. Raises UserError if ctx is too large for the
+    model or for the kernels."""
     ctx, kept = sizes(model.config, target, ctx)
     functions = with_drafts(target.functions_of(model.config, ctx, model.gpus), model.config)
     images = image_functions(model.vision.config, ctx) if model.vision else []
@@ -60,7 +65,8 @@ def lower(model, target: Target, ctx: int | None = None) -> Lowered:
 
 
 def sizes(config, target: Target, ctx: int | None) -> tuple[int, list[KvTensor]]:
-    """Tokens of KV cache, and what lives from step to step. UserError as `lower`."""
+    """Returns (capacity of the KV cache in tokens, tensors that live from step to step). Raises UserError as `lower`
+    does."""
     ctx = capacity(config, ctx)
     kept = memory.kept(config, target, ctx)
     memory.check_capacity(kept, ctx)
@@ -68,7 +74,8 @@ def sizes(config, target: Target, ctx: int | None) -> tuple[int, list[KvTensor]]
 
 
 def capacity(config, ctx: int | None) -> int:
-    """Tokens of KV cache, rounded up to what the attention kernels step by."""
+    """The capacity of the KV cache in tokens, rounded up to a multiple of PAGE. Raises UserError if ctx is less than 1
+    or more than the model's context."""
     if ctx is None:
         ctx = min(config.context, DEFAULT_CONTEXT)
     if ctx < 1:

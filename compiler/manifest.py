@@ -1,6 +1,7 @@
-"""The manifest of an artifact that is being compiled.
+"""Builds the manifest of an artifact that is being compiled.
 
-In: the lowered model and its compiled kernels. Out: `ManifestBody`, as runtime/artifact/manifest.py declares it.
+In: the lowered model and the results of `Target.compile_kernels`. Out: a `ManifestBody`, which
+runtime/artifact/manifest.py declares.
 """
 
 import dataclasses
@@ -34,10 +35,11 @@ from mlc_amd.schedules.operators.layouts import padded
 
 
 def manifest_body(lowered: Lowered, compiled: Mapping[str, Any], weights: bool) -> ManifestBody:
-    """compiled: of `Target.compile_kernels`. weights: whether the artifact has the matrices."""
+    """The manifest. compiled: the result of `Target.compile_kernels`. weights: whether the artifact contains the weight
+    matrices; if not, a device fills them at random."""
     model, target, ctx, plan = lowered.model, lowered.target, lowered.context, lowered.plan
     whole = model.whole if model.gpus > 1 else model
-    path = Path(one_line(str(model.path)))  # JSON has no place for bytes that are not UTF-8
+    path = Path(one_line(str(model.path)))  # JSON cannot represent bytes that are not UTF-8
     kernels = _kernels(lowered)
     body: ManifestBody = {
         "name": model.config.name or path.stem,
@@ -86,7 +88,7 @@ def _images(lowered: Lowered) -> ManifestImages:
 
 
 def format_totals(tensors: Mapping[str, Any]) -> dict[str, FormatTotals]:
-    """Number and bytes of a model's tensors, by format."""
+    """Number of tensors and bytes for each format. tensors: by name, with fields `format` and `nbytes`."""
     totals: dict[str, FormatTotals] = {}
     for tensor in tensors.values():
         entry = totals.setdefault(tensor.format, {"tensors": 0, "bytes": 0})
@@ -133,7 +135,7 @@ def _kernels(lowered: Lowered) -> list[ManifestKernel]:
 
 
 def _io(lowered: Lowered) -> dict[str, Buffer]:
-    """The buffers between host and plan."""
+    """The buffers between the host and the kernels."""
     functions, config = lowered.functions, lowered.model.config
     return io_buffers(
         rows=max(f.m for f in functions),

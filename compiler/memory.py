@@ -1,7 +1,8 @@
-"""The memory that a model needs on a target, from its configuration and its tensors alone: nothing is compiled.
+"""The memory that a model needs on a target. Follows from the model's configuration and tensors alone; nothing is
+compiled.
 
-In: a model (GGUFModel), a Target, a capacity in tokens. Out: `needs`, as runtime/artifact/memory.py has it of an
-artifact, where the buffers are an estimate; and what the cache takes (`kept`, `token_bytes`).
+In: a model (GGUFModel), a Target, a capacity in tokens. Out: `needs`, a `Needs` of runtime/artifact/memory.py, in which
+the size of the buffers is an estimate; and the sizes of the cache (`kept`, `token_bytes`).
 """
 
 import math
@@ -18,14 +19,14 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.operators.attention import PAGE
 from mlc_amd.schedules.operators.layouts import padded
 
-FEWEST_CELLS = 8  # by default, for states of sequences and snapshots of them: two are enough for one sequence
+FEWEST_CELLS = 8  # lower limit of the default number of cells (states and snapshots); one sequence needs two
 
 
 def needs(model, backend, ctx: int) -> Needs:
-    """What the model needs at a capacity of `ctx` tokens."""
+    """The memory that the model needs at a capacity of `ctx` tokens."""
     config, experts, weights = model.config, [0] * len(model.config.layers), 0
     for name in model.tensors:
-        if name in config.unused or RANK in name:  # those of other GPUs
+        if name in config.unused or RANK in name:  # RANK: a part that another GPU has
             continue
         size = of_tensor(model, backend, name).nbytes
         weights += size
@@ -42,7 +43,7 @@ def needs(model, backend, ctx: int) -> Needs:
         experts=tuple(experts),
         kv=sum(map(nbytes, tensors)),
         token=token_bytes(config, backend, ctx, tensors),
-        # GPUs that share it compute two chunks at once; the choice of tokens adjusts logits
+        # GPUs that share the model compute two chunks at the same time. `sampled`: logits that sampling has adjusted
         buffers=_intermediate(config, backend, ctx) * min(model.gpus, 2) + logits + sampled,
         context=ctx,
         longest=config.context,
@@ -53,8 +54,8 @@ def needs(model, backend, ctx: int) -> Needs:
 
 
 def kept(config: ModelConfig, backend, ctx: int) -> list[KvTensor]:
-    """What lives from step to step: the KV cache with pages for one sequence, states of sequences, and what attention
-    keeps beside it."""
+    """The tensors that live from step to step: the KV cache with the pages of one sequence, the states of sequences,
+    the workspaces of attention and routing, and rows that are kept for drafting."""
     spans, longest = backend.spans(config, ctx), max(f.m for f in backend.functions_of(config, ctx))
     found: list[KvTensor] = []
 
@@ -83,7 +84,8 @@ def kept(config: ModelConfig, backend, ctx: int) -> list[KvTensor]:
 
 
 def check_capacity(tensors: list[KvTensor], ctx: int) -> None:
-    """UserError for a KV cache of which kernels cannot address one tensor. tensors: of `kept`."""
+    """Raises UserError if a tensor of the KV cache has more elements than kernels can address. tensors: the result of
+    `kept`."""
     largest = max((math.prod(tensor["shape"]) for tensor in tensors), default=0)
     if largest > ELEMENTS:
         fitting = ctx * ELEMENTS // largest // PAGE * PAGE
@@ -94,22 +96,23 @@ def check_capacity(tensors: list[KvTensor], ctx: int) -> None:
 
 
 def cell_count(pages: int, cell: int) -> int:
-    """Cells for states beside so many bytes of pages, a cell taking `cell` bytes: as many as take a quarter of what
-    pages take, so that snapshots do not decide how much memory a model needs, but enough for a few sequences."""
+    """The number of cells for states. pages: bytes of the pages; cell: bytes of a cell. Cells take a quarter as many
+    bytes as the pages do, so that snapshots of states do not dominate the memory of a model, but there are enough cells
+    for a few sequences."""
     return max(FEWEST_CELLS, min(MOST_CELLS, pages // (4 * cell)))
 
 
 def sequence_pages(span: int, ctx: int, rows: int) -> int:
-    """Pages that one sequence of up to `ctx` tokens needs in layers of that span, for steps of up to `rows` rows. With
-    a window these are the pages that the next row sees and those of the step's own keys, both with a part of a page at
-    each end."""
+    """The number of pages that one sequence of up to `ctx` tokens needs in layers of that span, for steps of up to
+    `rows` rows. span: window in tokens, 0 for none. With a window, these are the pages that the next row attends to and
+    the pages of the step's own keys. Each of these two ranges may have a partial page at both ends."""
     window = -(-(span - 1) // PAGE) + 1 + -(-rows // PAGE) + 1
     return min(ctx // PAGE, window) if span else ctx // PAGE
 
 
 def token_bytes(config: ModelConfig, backend, ctx: int, tensors: list[KvTensor]) -> int:
-    """What one more token of capacity takes, of the cache without states and of the tables by position. tensors: of
-    `kept` at `ctx` tokens."""
+    """Bytes that one more token of capacity takes, in the cache (without states) and in the tables by position.
+    tensors: the result of `kept` at `ctx` tokens."""
     larger = kept(config, backend, ctx + PAGE)
     now, more = (sum(map(nbytes, found)) - sum(map(nbytes, _states(found))) for found in (tensors, larger))
     return (more - now) // PAGE + _table_bytes(config)
@@ -120,23 +123,23 @@ def _states(tensors: list[KvTensor]) -> list[KvTensor]:
 
 
 def _table_bytes(config: ModelConfig) -> int:
-    """Of all tables by position (RoPE's angles, in float32), what a token takes."""
+    """Bytes of one token in all tables by position (RoPE's angles, float32)."""
     return 4 * sum(table_columns(config).values())
 
 
 def _intermediate(config: ModelConfig, backend, ctx: int) -> int:
-    """An estimate, to a third, of the intermediate tensors of the largest step: two rows of hidden size are live, and
-    the widest that a layer makes of one."""
+    """An estimate of the bytes of the intermediate tensors of the largest step, accurate to a third. For each row, two
+    rows of hidden size are live, and the widest row that a layer computes."""
     m = max(f.m for f in backend.functions_of(config, ctx))
     return m * (2 * 4 * config.hidden + max(_row_bytes(layer, config.hidden, m, backend) for layer in config.layers))
 
 
 def _row_bytes(layer, hidden: int, m: int, backend) -> int:
-    """Bytes that a layer makes of one of m rows, at most."""
+    """The largest number of bytes that a layer computes for one row, in a step of m rows."""
     a, wide = layer.attention, [0]
     for block in filter(None, (layer.feed_forward, layer.experts)):
         if isinstance(block, ExpertsConfig):
-            # tiles of one expert are half empty; each slot has its input and activations (2 bytes) and its output
+            # A tile of slots of one expert is half empty on average. A slot has input, activations (2 bytes), output
             slots = block.used + block.count * backend.expert_tile(m) / m / 2
             wide.append(int(slots * (6 * hidden + 2 * block.size)))
         else:

@@ -1,4 +1,4 @@
-"""Fields of TVM's nodes that its Python classes have without declaring them, for code that type checkers read."""
+"""Accessors for fields of TVM nodes that TVM's Python classes do not declare, for code that type checkers read."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import tvm
 
 
 def functions(mod: tvm.IRModule) -> dict[tvm.ir.GlobalVar, Any]:
-    """A module's functions, in its own order (which `functions_items` changes)."""
+    """A module's functions, in the module's own order. (`functions_items` has another order.)"""
     fields: Any = mod
     return fields.functions
 
@@ -27,5 +27,5 @@ def fields_of(ty: tvm.relax.TupleType) -> list[Any]:
 
 
 def parts_of(ty) -> list[Any]:
-    """A tuple type's fields; the type itself, if it is none."""
+    """The fields of a tuple type. For another type: a list of this type alone."""
     return list(fields_of(ty)) if isinstance(ty, tvm.relax.TupleType) else [ty]

@@ -1,20 +1,22 @@
-"""The decoder's operators (schedules/operators) as Relax operators: `mlc_amd.<name>`, with type inference.
+"""The decoder's operators (schedules/operators) as Relax operators `mlc_amd.<name>`, with type inference.
 
-The models emit the plain ones; the passes rewrite them into fused forms (more inputs or attributes, never other names);
-each target turns them into TensorIR kernels. Every operator takes `state` first: int32[4] = (single rows, live rows, 0,
-0). A step computes m rows, of which the first ones are live. Of these the first `single` are the newest tokens of as
-many sequences, and the others are a chunk: consecutive tokens of one sequence.
+The models emit the plain operators. The passes rewrite them into fused forms, which have the same names but more inputs
+or attributes. Each target replaces them by TensorIR kernels.
 
-Values
+The first argument of every operator is `state`: int32[4] = (single rows, live rows, 0, 0). A step has m rows, of which
+the first `live` are computed. Of the live rows, the first `single` are the newest tokens of as many sequences; the
+remaining ones are a chunk: consecutive tokens of one sequence.
+
+Other arguments:
     x          float32 [m, k], or in a layout of schedules/operators/layouts.py, which the target chooses
-    weight     tuple of planes, the packed form of one GGUF tensor (schedules' `planes`)
+    weight     tuple of planes, the packed form of one GGUF tensor (`planes` of schedules)
     rows       int32 [m, 2]: the position of each row in its sequence, and its slot
     pages      int32 [SLOTS, ctx/64]: the page of each slot's block of 64 positions
     cache      the tensors of schedules.operators.attention.Attention.cache
-    cells      int32 [SLOTS, COLUMNS]: the cell that has each slot's state, and those for the states after its rows
-    states     float32 [cells, ..]: what a layer keeps of each sequence from step to step
+    cells      int32 [SLOTS, COLUMNS]: for each slot, the cell of its state, and the cells for the states after its rows
+    states     float32 [cells, ..]: a layer's states of all sequences, which live from step to step
 
-A call's only attribute is its `Operator` as JSON text.
+A call's only attribute is its `Operator`, as JSON text.
 """
 
 import json
@@ -32,7 +34,8 @@ PREFIX = "mlc_amd."
 
 
 def tensor_type(shape, dtype="float32"):
-    sizes: list[Any] = [int(s) for s in shape]  # TVM makes expressions of them
+    """The Relax type of a tensor with a static shape."""
+    sizes: list[Any] = [int(s) for s in shape]  # Any: TVM converts them to expressions
     return relax.TensorType(sizes, dtype)
 
 
@@ -66,13 +69,13 @@ _registered = {name: _register(name, declared.__doc__ or "") for name, declared 
 
 
 def call(op: Operator, args) -> relax.Call:
-    """A call of the operator; args: `state` first."""
+    """A Relax call of the operator. args: Relax expressions, `state` first."""
     text = json.dumps(op.attributes, separators=(",", ":"))
     return relax.Call(_registered[op.name], list(args), tvm.ir.make_node("ir.DictAttrs", operator=text))
 
 
 def operator_of(value) -> Operator | None:
-    """The operator of a call of ours; None for anything else."""
+    """The operator that `value` calls. None if `value` is not a call of an operator of this project."""
     op = getattr(value, "op", None)
     name = getattr(op, "name", "") if isinstance(op, Op) else ""
     return from_text(name.removeprefix(PREFIX), str(value.attrs["operator"])) if name.startswith(PREFIX) else None

@@ -1,7 +1,8 @@
-"""An artifact with other tables by position, of the same kernels and weights: what options of RoPE change.
+"""Writes a copy of an artifact with other tables by position. These tables are all that RoPE options change: kernels
+and weights stay the same.
 
-In: a compiled artifact; its model with another configuration of RoPE. Out: another folder, which shares the files of
-the first where the file system has hard links.
+In: a compiled artifact; its model with another RoPE configuration. Out: a new artifact folder. It has hard links to the
+other files of the first artifact where the file system allows that, and copies elsewhere.
 """
 
 import dataclasses
@@ -19,7 +20,8 @@ from mlc_amd.runtime.artifact.manifest import MANIFEST, ManifestBody
 
 
 def write_with_tables(plain: Path, model, out: Path) -> None:
-    """Writes `out`. plain: the artifact of the model with its own configuration. UserError where it cannot be read."""
+    """Writes the folder `out`. plain: the artifact that was compiled with the model's own RoPE configuration. model:
+    the model with the other one. Raises UserError if `plain` cannot be read."""
     opened = Artifact.open(plain)
     try:
         body: dict[str, Any] = {key: value for key, value in opened.manifest.items() if key not in ("files", "format")}
@@ -44,5 +46,5 @@ def write_with_tables(plain: Path, model, out: Path) -> None:
 def _share(file: Path, place: Path) -> None:
     try:
         os.link(file, place)
-    except OSError:  # of another file system, or one without links
+    except OSError:  # `file` is on another file system, or there are no hard links
         shutil.copyfile(file, place)

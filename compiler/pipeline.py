@@ -1,9 +1,9 @@
-"""The compile pipeline: GGUF model in, artifact folder out.
+"""The compile pipeline. In: a GGUF model. Out: an artifact folder.
 
     model -> tokenizer -> Relax functions (models) -> fusion (passes) -> kernels selected (codegen) -> plan
           -> kernels compiled -> weights repacked and streamed to disk -> manifest
 
-Memory stays small whatever the model's size: tensors are read, repacked and written in chunks of rows.
+Memory use does not grow with the model's size: tensors are read, repacked and written in chunks of rows.
 """
 
 import time
@@ -32,32 +32,32 @@ from mlc_amd.runtime.options import CompileOptions
 
 StageProgress = Callable[[str, int, int], None]  # (stage, done, total)
 
-for error in (KeyboardInterrupt, UserError, UsageError):  # others become RuntimeErrors on their way through TVM
+for error in (KeyboardInterrupt, UserError, UsageError):  # TVM turns errors that are not registered into RuntimeErrors
     tvm_ffi.register_error(error)
 
 
 @dataclass
 class Summary:
-    """Summary of a compilation, for the user."""
+    """Summary of a compilation, to be shown to the user."""
 
     path: Path
     kernels: int
     kernel_bytes: int
     launches: dict[str, int]  # by function
-    tuned: dict[str, int]  # kernels by where their plan comes from: default, shipped, user; one for each arch
+    tuned: dict[str, int]  # number of kernels by the source of their plan (default, shipped, user), summed over archs
     notes: list[str] = field(default_factory=list)  # tuned records that were ignored, and why
     seconds: dict[str, float] = field(default_factory=dict)  # by stage
 
 
 def check(model, out: Path, options: CompileOptions) -> None:
-    """UserError for what `compile_model` refuses, as far as that is known without compiling."""
+    """Raises UserError for what `compile_model` refuses, as far as this is known without compiling."""
     artifact.check_output(out)
     check_divided(model, options.parts, options.target)
     sizes(model.config, make_target(options.target, options.arch, options.cache_type), options.ctx)
 
 
 def check_divided(model, gpus: int, target: str) -> None:
-    """UserError if so many GPUs cannot share the model by tensor."""
+    """Raises UserError if the model cannot be shared by tensor between `gpus` GPUs."""
     if gpus == 1:
         return
     if target == "cpu":
@@ -71,7 +71,7 @@ def check_divided(model, gpus: int, target: str) -> None:
 
 
 def divided(model, gpus: int):
-    """The model as so many GPUs share it by tensor, itself for one."""
+    """The model as `gpus` GPUs share it by tensor. For one GPU: the model itself."""
     return ShardedModel(model, gpus) if gpus > 1 else model
 
 
@@ -85,9 +85,9 @@ def compile_model(
 ) -> Summary:
     """Compiles `model` (a GGUFModel or a synthetic one) into the folder `out`.
 
-    options: with a target of codegen/target.py. weights: whether the artifact has the matrices; without them a device
-    fills them at random. store: where packed weights may be that need not be made again. UserError for everything that
-    the user can fix.
+    options.target: a name in TARGETS of codegen/target.py. progress: called with (stage, done, total). weights: whether
+    to write the weight matrices; without them, a device fills the matrices at random. store: a store of packed weights;
+    weights in it are not packed again. Raises UserError for everything that the user can fix.
     """
     progress = progress or (lambda stage, done, total: None)
     clock = _Clock()
@@ -100,7 +100,7 @@ def compile_model(
             workers.start()
         tokenizer.export(model.metadata, directory)
         progress("import", 0, 1)
-        with no_collection():  # among the objects of a graph, which all live, that takes a fifth of the time
+        with no_collection():  # all objects of a graph stay alive: collecting garbage would take a fifth of the time
             lowered = lower(model, target, options.ctx)
         progress("import", 1, 1)
         clock.lap("import")
@@ -135,8 +135,9 @@ class _Clock:
 def _write_weights(
     lowered: Lowered, directory: Path, progress: StageProgress, matrices: bool, store: WeightStore | None
 ) -> dict[str, str]:
-    """Writes the weights and the tables by position into `directory`. matrices: whether the matrices, too; they then
-    come from the store if it has them. Returns the SHA-256 of files that is known already."""
+    """Writes the weights and the tables by position into `directory`. matrices: whether to write the weight matrices
+    too; they come from the store if it has them. Returns {file: SHA-256} for the files whose digest is already
+    known."""
     model, layout, workers = lowered.model, lowered.target.layout, available_threads()
     if tables := [source for source in lowered.weights if source.kind == "table"]:
         packing.write(model, layout, tables, directory / artifact.TABLES, progress, workers)

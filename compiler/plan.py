@@ -1,15 +1,17 @@
-"""Lowers a Relax module of kernel calls to flat launch lists over one static arena: the plan, which is data.
+"""Lowers a Relax module of kernel calls to the plan: for each function a flat list of launches, over one static arena.
 
-In: a module whose functions consist of `call_tir` and `call_tir_inplace` only. Out, per function, launches in order:
+In: a module whose functions consist of `call_tir` and `call_tir_inplace` only. Out, for each function, its launches in
+order:
 
     {"kernel": name, "args": [argument, ..]}     an argument is one of
         ["io", name]                             state, tokens, logits and others
         ["weight", name]                         a tensor of the weights file
         ["kv", name]                             a cache tensor
-        ["arena", offset, dtype, shape]          bytes `offset`.. of the arena
+        ["arena", offset, dtype, shape]          bytes of the arena from `offset` on
 
-The planner is Relax's StaticPlanBlockMemory: tensors whose lives do not overlap share storage. Functions of the decoder
-share the front of the arena. Those that encode images have a part after it: steps may come between their pieces.
+Relax's StaticPlanBlockMemory plans the memory: tensors that are not live at the same time share storage. All functions
+of the decoder use the front of the arena. Functions that encode images use a part after it, because steps of the
+decoder may run between the pieces of an encoder.
 """
 
 import math
@@ -28,22 +30,22 @@ from mlc_amd.runtime.artifact.manifest import ManifestLaunch, is_encoder
 from mlc_amd.runtime.errors import UserError
 
 Outputs = tuple[tuple[str, str], ...]
-# Operations of an encoder's piece for each byte that a step of one token reads: GPUs compute 16 to 60 of float16 in the
-# time of one. LEAST: of these bytes, for a submission takes time, too.
+# An encoder's piece has PACE operations for each byte that a step of one token reads: a GPU computes 16 to 60 float16
+# operations in the time in which it reads a byte. LEAST: lower limit of these bytes, as each submission takes time too.
 PACE, LEAST = 32.0, 1 << 30
-# whether there is a kernel that is a kernel and the exchange after it: by their names
+# joins(product, total): whether one kernel can replace the kernel `product` and the exchange `total` after it (names)
 Joins = Callable[[str, str], bool]
-ALIGN = 64  # bytes, of every tensor in the arena: what vector loads and TVM's argument checks want
+ALIGN = 64  # alignment of every tensor in the arena, bytes: vector loads and TVM's argument checks need it
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
     functions: dict[str, list[ManifestLaunch]]  # launches by function
     arena_bytes: int
-    joint: list[tuple[str, str]]  # kernels of which one launch may be instead of two (`Joins`)
+    joint: list[tuple[str, str]]  # pairs of kernels that one launch may replace (`Joins`)
 
     def calls(self) -> dict[str, dict[str, int]]:
-        """The number of calls of each kernel, by function."""
+        """The number of calls of each kernel, by function: {kernel: {function: calls}}."""
         found: dict[str, Counter[str]] = {}
         for function, launches in self.functions.items():
             for launch in launches:
@@ -52,7 +54,7 @@ class LaunchPlan:
 
 
 def lower(mod: tvm.IRModule, joins: Joins) -> tvm.IRModule:
-    """Explicit allocations, one binding per kernel call."""
+    """The module with explicit allocations and one binding for each kernel call, memory planned."""
     passes = [
         relax.transform.DeadCodeElimination(),
         relax.transform.ToNonDataflow(),
@@ -67,7 +69,8 @@ def lower(mod: tvm.IRModule, joins: Joins) -> tvm.IRModule:
 
 
 def _apart(func: relax.Function, joins: Joins) -> relax.Function:
-    """The results of two kernels that may be one launch share no memory with its inputs: both are allocated before."""
+    """Moves allocations before the first of two kernels that may be joined: then the second kernel's results share no
+    memory with the first one's inputs."""
     body: Any = func.body
     found: list[Any] = []
     for binding in (one for block in body.blocks for one in block.bindings):
@@ -83,7 +86,7 @@ def _apart(func: relax.Function, joins: Joins) -> relax.Function:
 
 
 def _kernel(value) -> str:
-    """The name of the kernel that is called, or ""."""
+    """The name of the kernel that `value` calls, or ""."""
     op = value.op if isinstance(value, relax.Call) else None
     return op.name_hint if isinstance(op, tvm.ir.GlobalVar) else ""
 
@@ -99,10 +102,13 @@ def make_plan(
     outputs: Mapping[str, Outputs] | None = None,
     joins: Joins = lambda product, total: False,
 ) -> LaunchPlan:
-    """`parameters`: (kind, name) of each parameter, by function; `tensors`: names in the weights file by weight, one
-    for each plane; `outputs`: (kind, name) of the returned tensors by function, by default those of the first OUTPUTS.
-    UserError for an operator without a kernel, ValueError for a constant tensor, and for a returned one that no kernel
-    wrote."""
+    """The plan of a module.
+
+    parameters: (kind, name) of each parameter, by function. tensors: for each weight the names of its tensors in the
+    weights file, one for each plane. outputs: (kind, name) of each returned tensor, by function; by default the first
+    of OUTPUTS. Raises UserError for an operator without a kernel, ValueError for a constant tensor and for a returned
+    tensor that no kernel wrote.
+    """
     mod = lower(mod, joins)
     usual = tuple(("io", name) for name in OUTPUTS)
     functions, end = dict[str, list[ManifestLaunch]](), 0
@@ -122,8 +128,9 @@ def make_plan(
 def pieces(
     launches: Sequence[ManifestLaunch], costs: Mapping[str, float], step: float
 ) -> list[Sequence[ManifestLaunch]]:
-    """The launches of a function that encodes images in pieces that take about as long as a step of one token, or of
-    one launch that takes longer. costs: operations of a call, by kernel; step: bytes that a step reads."""
+    """Divides the launches of a function that encodes images into pieces. A piece takes about as long as a step of one
+    token; a launch that takes longer is a piece by itself. costs: operations of a call, by kernel. step: bytes that a
+    step of one token reads."""
     cuts, filled, most = [0], 0.0, PACE * max(step, LEAST)
     for i, launch in enumerate(launches):
         cost = costs[launch["kernel"]]
@@ -135,8 +142,8 @@ def pieces(
 
 
 class _Walker:
-    """One lowered function, binding by binding. `env` maps a variable to its argument form. begin: of its part of the
-    arena."""
+    """Walks through one lowered function, binding by binding, and collects its launches. env: the argument (see the
+    module) of each variable. begin: where the function's part of the arena begins, in bytes."""
 
     def __init__(self, func, parameters, tensors, outputs, begin):
         self.env: dict[Any, Any] = {}
@@ -151,7 +158,7 @@ class _Walker:
         self._name_outputs(self.value(func.body.body), outputs)
 
     def _name_outputs(self, returned, outputs) -> None:
-        """Puts the names into the arguments of what the function returns, wherever launches have them."""
+        """Replaces the placeholders of returned tensors by their names, in all launches that have them as arguments."""
         returned = [returned] if isinstance(returned[0], str) else returned
         for argument, place in zip(returned, outputs, strict=False):
             if argument != ["io", None]:
@@ -181,7 +188,7 @@ class _Walker:
         if name == "relax.memory.alloc_tensor":
             storage, offset, shape, dtype, *_ = call.args
             return ["arena", self.env[storage][1] + int(offset.value), str(dtype.value), [int(s) for s in shape.values]]
-        if name == "relax.builtin.alloc_tensor":  # not planned: it leaves the function
+        if name == "relax.builtin.alloc_tensor":  # a returned tensor: it is not in the arena
             return ["io", None]
         if name.startswith("relax.memory.kill"):
             return None

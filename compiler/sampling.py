@@ -21,15 +21,17 @@ _FIELDS = {
     "penalty_repeat": ("repetition_penalty", float),
     "penalty_last_n": ("repetition_window", int),
 }
-# Methods that this project does not have -> the key's value that leaves them out, and so changes nothing. `sequence` is
-# the order of the methods; `mirostat_*` and `xtc_threshold` belong to other keys.
+# Keys of sampling methods that this project does not have -> the value with which the method is off. Not listed:
+# `sequence`, the order of the methods; `mirostat_*` and `xtc_threshold`, parameters of methods that are listed.
 _METHODS = {"mirostat": 0, "xtc_probability": 0.0}
 
 
 def defaults(metadata: Mapping[str, object], context: int) -> SamplingChanges:
-    """{field: value}, empty for a file without recommendations. context: what a window of -1 means, in tokens.
+    """{field: value}; empty for a file without recommendations. context: the number of tokens that a window of -1
+    stands for.
 
-    Warns (UserWarning) of what is ignored: values out of range or of a wrong type, and methods that do not exist here.
+    Warns (UserWarning) of values that are ignored: values out of range or of a wrong type, and methods that do not
+    exist here.
     """
     found: SamplingChanges = {}
     negative = {"top_k": 0, "repetition_window": context}

@@ -6,16 +6,15 @@ Out: `tokenizer.json`, in the format of the `tokenizers` library (vocabulary, me
 tokens), and
      `tokenizer_config.json`, everything that this format cannot represent; its keys are listed at `export`.
 
-Token ids equal llama.cpp's (its `llama-vocab.cpp` is the reference for GGUF vocabularies), with four deliberate
-exceptions:
+Token ids equal llama.cpp's (`llama-vocab.cpp` is the reference for GGUF vocabularies), with four deliberate exceptions:
 - where llama.cpp approximates the Unicode classes of a model's own pre-tokenizer, the model's classes are kept (see
   `runtime/text/pre_tokenizers.py`);
 - the tokens of gpt-oss's message format, which llama.cpp makes user-defined, remain what the file says they are:
   control tokens, which a message cannot contain;
 - merges never produce a control, unknown or byte token, so plain text cannot produce one;
-- U+FDD0, a code point that Unicode reserves for a program's internal use, is dropped from text: here the names of
-  control and unknown tokens begin with it (`runtime.tokenizer.MARK`), so that no text contains them, and whoever
-  encodes says where they are.
+- U+FDD0, a code point that Unicode reserves for a program's internal use, is removed from text. Here the names of
+  control and unknown tokens begin with it (`runtime.tokenizer.MARK`), so that no text contains such a name; the caller
+  of the tokenizer inserts these tokens explicitly.
 """
 
 import json
@@ -37,9 +36,9 @@ from mlc_amd.runtime.text.text_pipeline import set_pipeline
 from mlc_amd.runtime.text.tokenizer import MARK
 from mlc_amd.runtime.text.tokenizer_files import NO_TOKENIZER, library_errors
 
-_MAX_CHARACTERS = 1024  # of a token: several times as many as any vocabulary's longest one, 128 spaces, has
-# Texts of tokens that end a turn or a text, whatever the metadata says of them, and tokens that a vocabulary uses for
-# something else.
+_MAX_CHARACTERS = 1024  # upper limit of a token's length; the longest token of any known vocabulary is 128 spaces
+# Tokens with these texts end a turn or a text, whatever the metadata says. NOT_END_TEXTS has exceptions: (texts, text)
+# means that in a vocabulary that contains all of `texts`, `text` does not end a turn.
 _END_TEXTS = """
     <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>
     <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜>
@@ -54,19 +53,19 @@ NOT_END_TEXTS: tuple[tuple[frozenset[str], str], ...] = (
 )
 
 _MISSING = "none", "no_vocab", "test"  # kinds of vocabularies without a tokenizer
-_SEPARATOR = "tokenizer.ggml.seperator_token_id"  # spelt so
+_SEPARATOR = "tokenizer.ggml.seperator_token_id"  # the key's actual spelling
 _FILL_IDS = ("fim_pad", "fim_rep", "fim_sep")  # keys of tokens that end a generation of code
 _PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def export(metadata: Mapping[str, object], directory: Path) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json` into `directory` (created when absent).
+    """Writes `tokenizer.json` and `tokenizer_config.json` into `directory`, which is created if it does not exist.
 
     The keys of `tokenizer_config.json`:
         model: "gpt2" (BPE), "gemma4" (BPE of characters), "llama" (SentencePiece's BPE), "bert" (WordPiece) or "t5"
         (SentencePiece's unigram), or "none": texts have no tokens
-        normalizer: of "bert" and "t5", see tokenizer_files.Normalizer; else None
-        pair: what begins two texts that are to be compared, what is between them, and what ends them: lists of ids
+        normalizer: a tokenizer_files.Normalizer for "bert" and "t5", else None
+        pair: three lists of ids, for ranking: before the first text, between the two texts, after the second
         pre: the pre-tokenizer's name, None for "llama"    byte_level: whether tokens are written as the printable
         characters of their bytes (GPT-2's); otherwise as text, with "▁" for a space and <0x0A> for a byte
         vocab_size: int    special: {"bos"|"eos"|"eot"|"eom"|"unk"|"pad": {"id": int, "text": str} or None}
@@ -87,7 +86,7 @@ def export(metadata: Mapping[str, object], directory: Path) -> None:
             f"tokenizer model {shorten(kind)} is not supported: use a GGUF whose tokenizer.ggml.model is one of "
             f"{', '.join(name for name in DEFAULT_IDS if name != NO_TOKENIZER)}"
         )
-    if kind == "gemma4":  # such files name no pre-tokenizer, and the first ones deny the token that begins a text
+    if kind == "gemma4":  # such files name no pre-tokenizer; the first ones wrongly have add_bos_token = false
         metadata = {k: v for k, v in metadata.items() if k != "tokenizer.ggml.add_bos_token"}
         metadata["tokenizer.ggml.pre"] = kind
     tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(listed(metadata, "tokenizer.ggml.tokens", str))]
@@ -152,7 +151,7 @@ def export(metadata: Mapping[str, object], directory: Path) -> None:
 
 
 def _check_templates(config: Mapping[str, Any]) -> None:
-    """UserError for a chat template that cannot be compiled."""
+    """Raises UserError for a chat template that cannot be compiled."""
     for source in (config["chat_template"], *config["chat_templates"].values()):
         if source is not None:
             template = ChatTemplate(source, {})
@@ -163,14 +162,15 @@ def _check_templates(config: Mapping[str, Any]) -> None:
 
 
 def _numbered(metadata: Mapping[str, object]) -> dict[str, object]:
-    """The metadata of a file that makes no tokens of texts, with a name for each: the file's, or its number."""
+    """The metadata of a file without a tokenizer, with a name for each token: the file's, or the token's number in
+    brackets."""
     size = metadata.get(f"{metadata.get('general.architecture')}.vocab_size")
     tokens = metadata.get("tokenizer.ggml.tokens") or [f"[{i}]" for i in range(size if isinstance(size, int) else 0)]
     return {"tokenizer.ggml.tokens": tokens}
 
 
 def _types(metadata: Mapping[str, object], tokens: list[str]) -> list[int]:
-    """Token types; a token that ends a generation is a control token whatever the file says, as in llama.cpp."""
+    """Token types. A token that ends a generation is a control token whatever the file says, as in llama.cpp."""
     types = listed(metadata, "tokenizer.ggml.token_type", int, len(tokens), default=[TokenType.NORMAL] * len(tokens))
     ends = END_TEXTS - _not_end(set(tokens))
     return [TokenType.CONTROL if text in ends else kind for text, kind in zip(tokens, types, strict=False)]
@@ -200,7 +200,8 @@ def _pre_tokenizer(metadata: Mapping[str, object]) -> tuple[str | None, PreToken
 def _pair(
     metadata: Mapping[str, object], special: Mapping[str, dict[str, Any] | None], kind: str, bos: bool, ends: bool
 ) -> list[list[int]]:
-    """As llama-server joins a query and a text for ranking (format_prompt_rerank of tools/server)."""
+    """The ids around a query and a text for ranking, as llama-server joins them (format_prompt_rerank of
+    tools/server)."""
 
     def added(name: str, default: bool) -> bool:
         return get(metadata, f"tokenizer.ggml.add_{name}_token", bool, default)
@@ -213,8 +214,8 @@ def _pair(
 
 
 def _add_tokens(tokenizer: Tokenizer, names: dict[str, int], types: list[int], strip: bool) -> None:
-    """Register the tokens that are matched as whole texts before anything else: control and unknown ones as special,
-    user-defined ones not."""
+    """Registers the tokens that are matched as whole texts before anything else: control and unknown tokens as special,
+    user-defined tokens as not special."""
     control, user_defined = [], []
     for name, i in names.items():
         if types[i] in MARKED:
@@ -222,14 +223,14 @@ def _add_tokens(tokenizer: Tokenizer, names: dict[str, int], types: list[int], s
             control.append(AddedToken(name, special=True, normalized=False, rstrip=rstrip))
         elif types[i] == TokenType.USER_DEFINED:
             user_defined.append(AddedToken(name, special=False, normalized=False, rstrip=strip))
-    # All at once: the library rebuilds its matcher at every call.
+    # One call for all tokens: the library rebuilds its matcher at every call.
     tokenizer.add_special_tokens(control)
     tokenizer.add_tokens(user_defined)
 
 
 def _strips_space(metadata: Mapping[str, object]) -> bool:
-    """Phi-3 drops white space after most of its added tokens; GGUF has no key for that, so llama.cpp too goes by the
-    model's name."""
+    """Whether white space after an added token is dropped, as Phi-3 does after most of them. GGUF has no key for this,
+    so the model's name decides, as in llama.cpp."""
     name = get(metadata, "general.name", str, "").lower()
     return "phi-3" in name or "phi3" in name
 

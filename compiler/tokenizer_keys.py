@@ -1,4 +1,5 @@
-"""What the metadata of a GGUF file says of its tokenizer, key by key. UserError for what is missing or malformed."""
+"""Reads the keys of a GGUF file's metadata that describe its tokenizer. Raises UserError for missing or malformed
+values."""
 
 import warnings
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ CONVERT = "convert the model to GGUF again"
 
 
 def get(metadata: Mapping[str, object], key: str, kind: type, default: object = REQUIRED) -> Any:
+    """The value of a key, of type `kind`. If the key is missing: `default`, or UserError without one."""
     value = metadata.get(key)
     if value is None:
         if default is REQUIRED:
@@ -33,7 +35,8 @@ def get(metadata: Mapping[str, object], key: str, kind: type, default: object = 
 def listed(
     metadata: Mapping[str, object], key: str, kind: type | tuple[type, ...], count: int = 0, default: object = REQUIRED
 ) -> list:
-    """A list of `kind`, one entry for each of `count` tokens where that is given."""
+    """The list that a key holds, of elements of `kind`. count: the least length, the number of tokens; 0 for any
+    length."""
     values = get(metadata, key, list, default)
     if not all(map(isinstance, values, repeat(kind))):
         raise UserError(f"{key} holds values of a wrong type: {CONVERT}")
@@ -45,6 +48,8 @@ def listed(
 def special_token(
     metadata: Mapping[str, object], tokens: list[str], name: str, default: int | None
 ) -> dict[str, Any] | None:
+    """{"id", "text"} of a special token (a name in SPECIAL_IDS), or None. default: its id if the file has no valid one.
+    Warns (UserWarning) of an id that is not in the vocabulary."""
     key = f"tokenizer.ggml.{SPECIAL_IDS[name]}_token_id"
     default = default if default is not None and default < len(tokens) else None
     i = get(metadata, key, int, default)

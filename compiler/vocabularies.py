@@ -1,7 +1,8 @@
-"""The model of a vocabulary, by its kind in a GGUF file.
+"""Makes the tokenizer model (BPE, WordPiece, unigram) of a vocabulary in a GGUF file.
 
-In: the metadata, the tokens' names (those that no text contains begin with MARK) with their ids, and their types.
-Out: a `Tokenizer` of the library, which has the model and the decoder, and the normalizer of kinds that have one.
+In: the metadata; the tokens' names and ids (names of control and unknown tokens begin with MARK, so that no text
+contains them); the tokens' types. Out: a `Tokenizer` of the `tokenizers` library with model and decoder; for kinds with
+a normalizer, (tokenizer, normalizer).
 """
 
 import base64
@@ -16,14 +17,14 @@ from mlc_amd.runtime.errors import UserError, shorten
 from mlc_amd.runtime.text.pre_tokenizers import PreTokenizer
 from mlc_amd.runtime.text.tokenizer_files import Normalizer, library_errors
 
-# Tokens that no text becomes unless it says so.
+# Types of tokens that encoding a text never produces; the caller inserts them explicitly.
 MARKED = (TokenType.CONTROL, TokenType.UNKNOWN)
 
 
 def byte_pairs(metadata: Mapping[str, object], names: dict[str, int], types: list[int], pre: PreTokenizer) -> Tokenizer:
     """Byte-pair encoding: the bytes or characters of a word, merged in the order of `tokenizer.ggml.merges`."""
     pieces = _pieces(names, types)
-    # A pair that is listed twice has its first rank.
+    # For a pair that is listed twice, the first rank counts.
     pairs = dict.fromkeys(map(_split_merge, listed(metadata, "tokenizer.ggml.merges", str)))
     merges = [(left, right) for left, right in pairs if left in pieces and right in pieces and left + right in pieces]
     if pre.byte_level:
@@ -38,12 +39,13 @@ def byte_pairs(metadata: Mapping[str, object], names: dict[str, int], types: lis
 
 
 def _pieces(names: dict[str, int], types: list[int]) -> dict[str, int]:
-    """The tokens that text may become."""
+    """The tokens that encoding a text may produce."""
     return {name: i for name, i in names.items() if types[i] not in MARKED and types[i] != TokenType.BYTE}
 
 
 def _newline_merges(vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """Merges by which a run of newlines that is a token as a whole becomes that token: every way to cut it in two."""
+    """Merges that join a run of newlines to one token, where the vocabulary has a token for the run: every way to
+    divide such a run into two tokens."""
     longest = max((len(text) for text in vocab if not text.strip("\n")), default=0)
     lines = ["\n" * n for n in range(1, longest + 1)]
     return [(a, b) for a in lines for b in lines if a in vocab and b in vocab and a + b in vocab]
@@ -61,10 +63,11 @@ def _split_merge(merge: str) -> tuple[str, str]:
 def sentencepiece(
     metadata: Mapping[str, object], names: dict[str, int], types: list[int], add_space_prefix: bool
 ) -> Tokenizer:
-    """SentencePiece BPE: of all neighbours whose concatenation is a token, the one with the best score is merged first.
+    """SentencePiece BPE. Of all neighbours whose concatenation is a token, the pair with the best score is merged
+    first.
 
-    As ranked merges: every way to cut a token into two tokens, best score first. A character that is no token becomes
-    its UTF-8 bytes.
+    This becomes a list of ranked merges: every way to divide a token into two tokens, best score first. A character
+    that is no token becomes its UTF-8 bytes.
     """
     scores = listed(metadata, "tokenizer.ggml.scores", (int, float), len(names))
     pieces = _pieces(names, types)
@@ -90,23 +93,25 @@ def sentencepiece(
 def word_pieces(
     metadata: Mapping[str, object], names: dict[str, int], tokens: list[str]
 ) -> tuple[Tokenizer, Normalizer]:
-    """WordPiece: of each word, which begins with "▁", the longest token that it begins with, and so on."""
+    """WordPiece. A word begins with "▁"; the longest token with which the rest of the word begins is split off
+    repeatedly."""
     lowercase = get(metadata, "tokenizer.ggml.normalizer.lowercase", bool, True)
     accents = get(metadata, "tokenizer.ggml.normalizer.strip_accents", bool, lowercase)
-    unknown, longest = _unknown(metadata, names, "bert"), 1 << 20  # of a word: llama.cpp has no limit
+    unknown, longest = _unknown(metadata, names, "bert"), 1 << 20  # longest word, characters; llama.cpp has no limit
     model = models.WordPiece(names, unk_token=unknown, continuing_subword_prefix="", max_input_chars_per_word=longest)
     return Tokenizer(model), {"lowercase": lowercase, "strip_accents": accents, "charsmap": "", "merge_spaces": True}
 
 
 def unigrams(metadata: Mapping[str, object], names: dict[str, int], types: list[int]) -> tuple[Tokenizer, Normalizer]:
-    """SentencePiece's unigram model: of all ways to cut the text into tokens the one with the largest sum of scores."""
+    """SentencePiece's unigram model: of all ways to divide the text into tokens, the one with the largest sum of
+    scores."""
     if get(metadata, "tokenizer.ggml.treat_whitespace_as_suffix", bool, False):
         raise UserError("tokenizer.ggml.treat_whitespace_as_suffix is true, which is not supported: use another model")
     scores = listed(metadata, "tokenizer.ggml.scores", (int, float), len(names))
     known = [scores[i] for i, kind in enumerate(types[: len(names)]) if kind == TokenType.NORMAL]
     if not all(map(math.isfinite, scores)):
         raise UserError(f"tokenizer.ggml.scores has numbers that are not finite: {CONVERT}")
-    # what text never becomes must not change the score of unknown characters, which follows from the lowest one
+    # The library derives the score of unknown characters from the lowest score: marked tokens must not change it.
     lowest = min(known, default=0.0)
     pieces = [
         (name, 0.0 if types[i] == TokenType.USER_DEFINED else lowest if types[i] in MARKED else float(scores[i]))
@@ -121,7 +126,7 @@ def unigrams(metadata: Mapping[str, object], names: dict[str, int], types: list[
 
 
 def _unknown(metadata: Mapping[str, object], names: dict[str, int], kind: str) -> str:
-    """The name of the token for what the vocabulary lacks. UserError without one."""
+    """The name of the token for characters that the vocabulary lacks. Raises UserError if there is none."""
     tokens = list(names)
     found = special_token(metadata, tokens, "unk", DEFAULT_IDS[kind]["unk"])
     if found is None:

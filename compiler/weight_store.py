@@ -1,7 +1,8 @@
-"""Packed weights, kept once for all artifacts that have the same: FOLDER/<key>/ with the file and what is known of it.
-Artifacts have hard links to that file; one whose last link is the store's own is unused.
+"""A store of packed weights, shared by all artifacts that have the same weights. FOLDER/<key>/ holds the weights file
+and its facts (FACTS). Artifacts have hard links to this file; a file whose only link is the store's is unused.
 
-In: a key of compiler/weights.py. Out: the file at a place in an artifact. `stored` and `drop` are for who tidies up.
+In: a key, from `key` of compiler/weights.py. Out: the weights file at a place in an artifact. `stored` and `drop` are
+for code that removes unused weights.
 """
 
 import json
@@ -19,15 +20,17 @@ FACTS = "facts.json"  # {"bytes": size, "sha256": digest} of the file, as in a m
 
 @dataclass(frozen=True)
 class WeightStore:
-    """keep: whether `put` adds weights that are not there. verify: whether `take` reads the file to find damage."""
+    """A store in `folder`. keep: whether `put` adds new weights. verify: whether `take` reads the whole file to find
+    damage."""
 
     folder: Path
     keep: bool = True
     verify: bool = False
 
     def take(self, key: str, place: Path) -> dict | None:
-        """Puts the weights at `place`: a link, or a copy on another file system. Returns their facts; None where they
-        are not here, or damaged, which removes them."""
+        """Puts the weights file at `place`: a hard link, or a copy if the folders are on different file systems.
+        Returns its facts. Returns None if the store does not have these weights, or if they are damaged; damaged ones
+        are removed."""
         home = self.folder / key
         try:
             facts = json.loads((home / FACTS).read_text())
@@ -37,14 +40,14 @@ class WeightStore:
                 return facts
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError):  # of a damaged file of facts
+        except (ValueError, KeyError, TypeError):  # the file of facts is damaged
             pass
         drop(home)
         place.unlink(missing_ok=True)
         return None
 
     def put(self, key: str, place: Path) -> dict:
-        """Adds the file at `place`, if this file system has hard links. Returns its facts."""
+        """Adds the file at `place` to the store, if the file system has hard links. Returns its facts."""
         facts = {"bytes": place.stat().st_size, "sha256": sha256(place)}
         if self.keep:
             with scratch(self.folder, key) as temporary:
@@ -52,7 +55,7 @@ class WeightStore:
                     os.link(place, temporary / WEIGHTS)
                     (temporary / FACTS).write_text(json.dumps(facts))
                     temporary.rename(self.folder / key)
-                except OSError:  # no links here, or another process was faster: the artifact has a file of its own
+                except OSError:  # no hard links, or another process was faster: only the artifact has this file
                     pass
         return facts
 
@@ -60,12 +63,12 @@ class WeightStore:
 def _link_or_copy(source: Path, place: Path) -> None:
     try:
         os.link(source, place)
-    except OSError:  # another file system, or one without links
+    except OSError:  # another file system, or no hard links
         shutil.copyfile(source, place)
 
 
 def stored(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """The folder of each key, and its file's state."""
+    """Yields, for each key, its folder and the `stat` of its weights file."""
     for home in sorted(folder.glob(f"[!.]*/{WEIGHTS}")):
         try:
             yield home.parent, home.stat()
@@ -74,6 +77,6 @@ def stored(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def drop(home: Path) -> None:
-    """Removes a key's folder; artifacts keep their links."""
+    """Removes the folder of a key. Artifacts keep the file through their own links."""
     (home / FACTS).unlink(missing_ok=True)  # first: a folder without it is not used
     shutil.rmtree(home, ignore_errors=True)

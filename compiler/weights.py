@@ -1,8 +1,8 @@
 """The weights of an artifact: which tensors its files hold, and their values.
 
 In: a model, its target's layout of planes, and the parameters of its functions. Out: `weight_sources`, the tensors of
-the two files by what they are made of; `write`, which streams them to disk in chunks of rows; and `key`, which differs
-where packed weights do.
+the two files, grouped by source; `write`, which streams them to disk in chunks of rows; `key`, which identifies the
+packed weights: different weights have different keys.
 """
 
 import hashlib
@@ -30,7 +30,8 @@ from mlc_amd.runtime.artifact.weights_file import WeightsWriter
 from mlc_amd.schedules.operators.layouts import padded
 
 CHUNK_BYTES = 4 << 20  # packed GGUF bytes that one worker repacks at a time
-# What the bytes of packed weights follow from, besides the file: weights that older versions of it packed are others.
+# The source files that determine the bytes of packed weights. Their contents are part of `key`, so that weights that
+# other versions of this code packed are not used.
 _PACKING = (
     ("mlc_amd.compiler", ("weights.py", "quant/blocks.py", "quant/pack.py")),
     (
@@ -52,8 +53,10 @@ _PACKING = (
 
 @dataclass(frozen=True)
 class WeightSource:
-    """What one source becomes in the weights' files. kind: the source, a matrix or a "vector" (a norm, a bias, a
-    convolution) of the model, a vector of "ones", or a "table" by position. planes: the tensors, one but for a matrix.
+    """A source of weights, and the tensors that it becomes in the weights' files.
+
+    kind: "matrix": a matrix of the model; "vector": a vector of the model (a norm, a bias, a convolution); "ones": a
+    vector of ones; "table": a table by position. planes: the tensors; one, except for a matrix.
     """
 
     name: str
@@ -66,9 +69,10 @@ class WeightSource:
 
 
 def weight_sources(model, target, parameters, ctx: int) -> list[WeightSource]:
-    """What the functions take, in the order of their parameters."""
+    """The sources of all weights that the functions take, in the order of the parameters. parameters: see `make_plan`.
+    ctx: capacity in tokens."""
     names = dict.fromkeys(name for function in parameters.values() for kind, name in function if kind == "weight")
-    if model.vision:  # what the host reads, too
+    if model.vision:  # the host also reads weights of image encoders
         names |= dict.fromkeys(name for name in ON_HOST if name in model.tensors)
     tables, found = table_columns(model.config), []
     for name in names:
@@ -82,7 +86,7 @@ def weight_sources(model, target, parameters, ctx: int) -> list[WeightSource]:
 
 
 def of_tensor(model, target, name: str) -> WeightSource:
-    """A tensor of the model: a vector, of all experts together, or the planes of a matrix."""
+    """The source for a tensor of the model: a vector (of all experts together), or a matrix with its planes."""
     tensor = model.tensors[name]
     if is_vector(name.partition(RANK)[0], tensor.shape):
         return WeightSource(name, "vector", (_vector_spec(name, math.prod(tensor.shape)),))
@@ -96,7 +100,8 @@ def _vector_spec(name: str, size: int) -> TensorSpec:
 
 
 def random_tensors(model, sources: list[WeightSource]) -> dict[str, RandomTensor]:
-    """The planes of all matrices, with how to draw them, as runtime/artifact/random_weights.py reads them."""
+    """The planes of all matrices, each with the distribution of its random values
+    (runtime/artifact/random_weights.py)."""
     found: dict[str, RandomTensor] = {}
     for source in sources:
         if source.kind == "matrix":
@@ -108,7 +113,7 @@ def random_tensors(model, sources: list[WeightSource]) -> dict[str, RandomTensor
 
 
 def key(model, layout: str, sources: list[WeightSource]) -> str:
-    """A name for the file that `write` makes of these: another one where its bytes could differ."""
+    """A name for the file that `write` makes of these sources. It differs if the file's bytes could differ."""
     files = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in model.files]
     tensors = [[spec.name, spec.dtype, spec.shape] for source in sources for spec in source.planes]
     parts = [files or model.path, layout, tensors, _packing()]
@@ -117,7 +122,7 @@ def key(model, layout: str, sources: list[WeightSource]) -> str:
 
 @cache
 def _packing() -> str:
-    """A digest of the sources that pack weights."""
+    """A digest of the source files in _PACKING."""
     digest = hashlib.sha256()
     for package, names in _PACKING:
         root = Path(str(resources.files(package)))
@@ -127,7 +132,8 @@ def _packing() -> str:
 
 
 def write(model, layout: str, sources: list[WeightSource], path: Path, progress, workers: int) -> None:
-    """Writes the file of these tensors: repacks matrices on several threads. progress(stage, done, total) in bytes."""
+    """Writes the weights file `path` with the tensors of these sources; several threads repack matrices.
+    progress(stage, done, total): called with bytes."""
     writer = WeightsWriter(path, (spec for source in sources for spec in source.planes))
     total, done = sum(source.nbytes for source in sources), [0]
 
@@ -154,14 +160,14 @@ def write(model, layout: str, sources: list[WeightSource], path: Path, progress,
             try:
                 for job in jobs:
                     job.result()
-            finally:  # after an error or Ctrl-C, what has not begun is not wanted
+            finally:  # after an error or Ctrl-C, jobs that have not begun are cancelled
                 pool.shutdown(wait=True, cancel_futures=True)
     finally:
         writer.close()
 
 
 def _values(model, source: WeightSource) -> np.ndarray:
-    """A table by position, or a vector, padded with zeros."""
+    """The values of a table by position or of a vector, float32, padded with zeros."""
     (spec,) = source.planes
     if source.kind == "table":
         return position_table(model.config, source.name, spec.shape[0], lambda name: model.tensors[name].dequantize())

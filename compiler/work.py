@@ -1,7 +1,7 @@
-"""What a kernel takes and must do, as data: what running it alone needs to know, without the compiler.
+"""Describes as data what a kernel takes and what it must do: all that is needed to run it alone, without the compiler.
 
-In: a workload and its kernel. Out: JSON values, as runtime/measure/candidate.py describes them; a
-candidate's folder and an artifact's manifest have them.
+In: a workload (an `Operator`) and its kernel. Out: JSON values, which runtime/measure/candidate.py describes. They are
+stored in a candidate's folder and in an artifact's manifest.
 """
 
 from dataclasses import asdict
@@ -11,8 +11,8 @@ from mlc_amd.schedules import operators
 from mlc_amd.schedules.operators.attention import SLOTS
 from mlc_amd.schedules.operators.layouts import output_rows
 
-# Tokens in the cache when attention is timed, as far as there is room for them: decoding, prefill. A plan that is the
-# fastest after 4096 tokens may be slow after many.
+# Numbers of tokens in the cache with which attention is timed, as far as the capacity allows: True: decode, False:
+# prefill. Several, because a plan that is the fastest after 4096 tokens may be slow after many more.
 DEPTHS = {True: (512, 4096, 16384), False: (0, 2048, 16384)}
 
 
@@ -22,8 +22,8 @@ def buffers(func) -> list[tuple[str, tuple[int, ...], str]]:
 
 
 def work(workload, func) -> dict:
-    """ "params", "cases", "states", and "bytes" and "flops" of a call, the mean of the cases. func: its
-    PrimFunc. ValueError if its parameters are not those of the operator."""
+    """The work of a kernel: {"params", "cases", "states", "bytes", "flops"}; the last two are of one call, the mean of
+    the cases. func: the kernel's PrimFunc. Raises ValueError if its parameters are not those of the operator."""
     found = operators.parameters(workload, buffers(func))
     cases = _cases(workload, found)
     means = {key: sum(case[key] for case in cases) / len(cases) for key in ("bytes", "flops")}
@@ -32,7 +32,7 @@ def work(workload, func) -> dict:
 
 
 def _facts(workload, param) -> dict:
-    """One entry of "params"."""
+    """The entry of a parameter in "params"."""
     facts = {"name": param.name, "shape": list(param.shape), "dtype": param.dtype, "role": param.role}
     if param.slot.matrix:
         facts["draw"] = draws(*param.slot.matrix)[param.name.rpartition("_")[2]]
@@ -49,8 +49,8 @@ def _facts(workload, param) -> dict:
 
 
 def _single(workload, live: int) -> int:
-    """Single rows of a step with so many live ones, as many as the kernel allows. Where a chunk may follow these are
-    half of the rows at most, and a slot is left for it."""
+    """The number of single rows in a step of `live` live rows: as many as the kernel allows. If a chunk may follow,
+    single rows are at most half of the rows, and one slot is left for the chunk."""
     m, rows = workload.m, getattr(workload, "rows", "all")
     most = getattr(workload, "single", 0)
     if rows.startswith("answers"):
@@ -59,7 +59,8 @@ def _single(workload, live: int) -> int:
 
 
 def _cases(workload, params: list[operators.Parameter]) -> list[dict]:
-    """The states that a kernel is timed in, and what it must do there."""
+    """The states in which a kernel is timed, with the bytes that it moves and the operations that it computes in
+    each."""
     m, ctx = workload.m, workload.positions
     single = _single(workload, m)
     positions = [0]
@@ -81,7 +82,7 @@ def _cases(workload, params: list[operators.Parameter]) -> list[dict]:
 
 
 def _states(workload, cases: list[dict]) -> list[list[int]]:
-    """What kernels are verified in: their cases, and fewer live tokens than there is room for, after others."""
+    """The states in which a kernel is verified: its cases, and states with fewer live tokens than the step has rows."""
     m, cached = workload.m, workload.positions > 1
     ctx = workload.positions if cached else 1 << 30
     few = max(1, m - 3)

@@ -31,18 +31,18 @@ from mlc_amd.schedules.cpu.base.arch import tile_rows
 from mlc_amd.schedules.cpu.linear.planes import planes
 from mlc_amd.schedules.operators.attention import SLOTS
 
-COMPILERS = ("cc", "gcc", "clang")  # any of them will do; else the ziglang package's
+COMPILERS = ("cc", "gcc", "clang")  # the first one that is found is used; without any, the ziglang package's
 NATIVE = Path(devices.__file__).parent / "cpu.c"
 LIBRARY = "kernels.so"
-LONG = 512  # rows of a chunk
+LONG = 512  # rows of the longest chunk
 OBJECTS = ObjectCache()
 
 
 class CpuTarget(Target):
-    """`arch`: a name of schedules/cpu/base/arch.py; UserError if unknown."""
+    """The cpu target. arch: a name of schedules/cpu/base/arch.py. Raises UserError for an unknown name."""
 
     kind = "cpu"
-    encoder_rows = (64, 512, 512)  # kernels compute live rows only, but TVM's own all rows
+    encoder_rows = (64, 512, 512)  # several sizes, because generic kernels compute all rows, not only live ones
     layout = "tile16"
     planes = staticmethod(planes)
     registry = registry
@@ -52,7 +52,7 @@ class CpuTarget(Target):
         super().__init__([self.arch], kv)
 
     def functions(self, ctx: int) -> list[FunctionSpec]:
-        """Kernels compute live rows only, a few of them at little more than the price of one: there is one size."""
+        """One size of chunks is enough: kernels compute live rows only, and a few rows cost little more than one."""
         m = min(LONG, max(ctx, 64))
         answers = f"answers:{min(SLOTS, m)}"
         return [
@@ -84,7 +84,7 @@ class CpuTarget(Target):
     # ---- compilation
 
     def compile_kernels(self, mod: tvm.IRModule, directory: Path, progress, workers: Workers, joint=()) -> dict:
-        """One shared library: {"libraries": {arch: file}, "launches": {}}."""
+        """Compiles all kernels into one shared library. Returns {"libraries": {arch: file}, "launches": {}}."""
         kernels = {gv.name_hint: func for gv, func in functions(mod).items() if isinstance(func, tvm.tirx.PrimFunc)}
         done = []
 
@@ -96,7 +96,7 @@ class CpuTarget(Target):
         return {"libraries": {self.arch.name: library}, "launches": {}}
 
     def compile_arch(self, arch, kernels, directory, step=lambda name: None, workers=ALONE):
-        """As `Target.compile_arch`. Nothing is launched but the functions themselves."""
+        """See `Target.compile_arch`. Each kernel is one launch: its function in the library."""
         names = sorted(kernels)
 
         def build(name: str) -> str:
@@ -111,7 +111,7 @@ class CpuTarget(Target):
             return str(path)
 
         longest_first = sorted(names, key=lambda name: statements(kernels[name]), reverse=True)
-        objects = in_threads(build, longest_first, workers.count)  # so that no core waits for a long one at the end
+        objects = in_threads(build, longest_first, workers.count)  # so that no core waits for a long kernel at the end
         link_shared(sorted(objects), directory / LIBRARY)
         for path in objects:
             Path(path).unlink()
@@ -119,10 +119,10 @@ class CpuTarget(Target):
         return LIBRARY, {name: {"scratch": [], "steps": steps[name]} for name in names}
 
 
-# What kernels need of TVM's default pipeline. Most of that one's time goes into what LLVM does again (common
-# subexpressions) and into what only other kernels have (GPU threads, shared memory, staged copies). Arguments are not
-# checked when a kernel is called, half of the code of a small kernel: shapes and types come from the plan that it was
-# made for.
+# The passes of TVM's default pipeline that these kernels need. Most time of the default pipeline goes into passes whose
+# work LLVM repeats (common subexpressions), and into passes for other kernels (GPU threads, shared memory, staged
+# copies). Kernels do not check their arguments, which would be half of the code of a small kernel: shapes and types
+# come from the plan for which the kernel was compiled.
 _LOWERING = tvm.ir.transform.Sequential([
     tirx.transform.FlattenBuffer(),
     tirx.transform.NarrowDataType(32),
@@ -148,9 +148,10 @@ _BLOCKS = tvm.ir.transform.Sequential([
 
 
 def build_module(kernels: dict[str, tirx.PrimFunc], target: tvm.target.Target) -> tvm.runtime.Module:
-    """Kernels by name, compiled by LLVM: a module to call, inspect or write to an object file.
+    """Compiles kernels with LLVM to a module that can be called, inspected or written to an object file.
 
-    What calls them must give arguments of the kernels' types and shapes, in memory at a multiple of 64 bytes.
+    kernels: by name. A caller must pass arguments with the types and shapes of the kernel's parameters, in memory
+    aligned to 64 bytes.
     """
     mod = tvm.IRModule({name: kernel.with_attr("global_symbol", name) for name, kernel in kernels.items()})
     mod = tirx.transform.BindTarget(target.with_host(target))(mod)
@@ -160,7 +161,8 @@ def build_module(kernels: dict[str, tirx.PrimFunc], target: tvm.target.Target) -
 
 
 def link_shared(objects: list[str], output: Path) -> None:
-    """Links object files of kernels, and what they run on, to a shared library. UserError without a C compiler."""
+    """Links object files of kernels, with the native code that they call (runtime/devices/cpu.c), to a shared library.
+    Raises UserError without a C compiler."""
     with temporary("link") as folder:
         native = folder / "native.o"
         native.write_bytes(_native())
@@ -169,7 +171,7 @@ def link_shared(objects: list[str], output: Path) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _native() -> bytes:
-    """runtime/devices/cpu.c, compiled."""
+    """The object file of runtime/devices/cpu.c."""
     with temporary("compile") as folder:
         made = folder / "native.o"
         compile_c("-O2", "-fPIC", "-pthread", "-c", "-o", str(made), str(NATIVE))
@@ -177,7 +179,8 @@ def _native() -> bytes:
 
 
 def compile_c(*arguments: str) -> None:
-    """Runs the first C compiler found, with these arguments. UserError without one, or if it fails."""
+    """Runs the first C compiler that is found with these arguments. Raises UserError if there is none, or if it
+    fails."""
     compiler = next(([path] for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None and importlib.util.find_spec("ziglang"):
         compiler = [sys.executable, "-m", "ziglang", "cc"]
@@ -192,7 +195,8 @@ def compile_c(*arguments: str) -> None:
 
 
 def _reason(stderr: str) -> str:
-    """Of a compiler's messages the one that says why it failed: not the last, which says that it did."""
+    """The line of a compiler's messages that states the cause of a failure. The last line usually only states that it
+    failed."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     full = [line for line in lines if "No space left" in line]
     errors = [line for line in lines if re.search(r"\berror\b|undefined|cannot", line)]

@@ -1,11 +1,13 @@
-"""Functions of one or two numbers (exp, tanh, pow ..) in arithmetic that all code generators have.
+"""Mathematical functions of one or two numbers (exp, tanh, pow and others) as arithmetic that all code generators
+support.
 
-TVM would call ROCm's device library for them, which is not used here, or the C library, a number at a time; Vulkan's
-own are only as exact as its specification asks for. `expand` is a pass over lowered functions: each call becomes
-additions, products, bit operations and 2**x for |x| <= 1/2, the same on every GPU. Relative errors are below 5e-7 for
-results that are normal numbers (tanh, erf, sin and cos: absolute errors; pow: 1e-6 while |y ln x| < 16), arguments of
-sin and cos up to 1e5. Float32 scalars; float16 goes through float32. Other types stay as they are, and the generator
-refuses them.
+TVM would call ROCm's device library, which is not used here, or the C library, one number at a time. Vulkan's own
+functions are only as accurate as its specification demands. `expand` is a pass over lowered functions: each call
+becomes additions, products, bit operations and 2**x for |x| <= 1/2, the same on every GPU.
+
+Accuracy: relative errors are below 5e-7 for results that are normal numbers. For tanh, erf, sin and cos this is the
+absolute error; for pow it is 1e-6 while |y ln x| < 16. Arguments of sin and cos: up to 1e5. Types: float32 scalars;
+float16 is computed in float32. Calls on other types are not changed, and code generators reject them.
 """
 
 import math
@@ -17,29 +19,31 @@ from tvm.tirx.op import call_llvm_pure_intrin
 
 from mlc_amd.schedules.generic import EXPANDED
 
-FLOATS = ("float32", "float16")  # that are expanded
+FLOATS = ("float32", "float16")  # types whose calls are expanded
 LOG2_E = math.log2(math.e)
-# ln 2 and pi / 2 as sums of float32: products of the first parts with small whole numbers are exact
+# ln 2 and pi / 2 as sums of float32 numbers: products of the first ones with small whole numbers are exact
 LN2 = (0.693145751953125, 1.42860682030941723e-6)
 HALF_PI = (1.5703125, 4.837512969970703125e-4, 7.54978995489188e-8)
-# Cephes' approximations, highest power first: (tanh(x) - x) / x**3 of x*x, |x| < 0.625
+# Polynomials, highest power first; TANH to COS are those of Cephes, in x*x.
+# (tanh(x) - x) / x**3, |x| < 0.625
 TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
-# erf(x) / x of x*x, |x| < 1
+# erf(x) / x, |x| < 1
 ERF = (
     7.853861353153693e-5, -8.010193625184903e-4, 5.188327685732524e-3, -2.685381193529856e-2, 1.128358514861418e-1,
     -3.761262582423300e-1, 1.128379165726710,
 )  # fmt: skip
 # Abramowitz and Stegun 7.1.26: 1 - erf(x) = exp(-x*x) * (t * polynomial of t), t = 1 / (1 + ERFC_P x)
 ERFC, ERFC_P = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592), 0.3275911
-SIN = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)  # (sin(x) - x) / x**3 of x*x, |x| < pi / 4
+SIN = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)  # (sin(x) - x) / x**3, |x| < pi / 4
 COS = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)  # (cos(x) - 1 + x*x/2) / x**4
-EXP2 = tuple(math.log(2) ** i / math.factorial(i) for i in range(7, -1, -1))  # 2**x, |x| <= 1/2: to 2e-9
-LARGEST_POWER = 16  # whole exponents that become products
+EXP2 = tuple(math.log(2) ** i / math.factorial(i) for i in range(7, -1, -1))  # Taylor: 2**x, |x| <= 1/2, error 2e-9
+LARGEST_POWER = 16  # whole exponents up to this size become products
 
 
 def expand(gpu: bool = True):
-    """The pass that replaces the calls; for a CPU those of EXPANDED, of which LLVM makes vectors then. After
-    simplification, which undoes bindings, and before TVM lowers intrinsics."""
+    """The pass that replaces the calls. For a GPU: all calls in _FUNCTIONS. For a CPU: those in EXPANDED, so that LLVM
+    can vectorize them. Must run after simplification, which would substitute bound values again, and before TVM lowers
+    intrinsics."""
 
     @tirx.transform.prim_func_pass(opt_level=0, name="ExpandFunctions")
     def replace(func, _module, _context):
@@ -49,8 +53,9 @@ def expand(gpu: bool = True):
 
 
 class _Expander:
-    """`pending`: statements that must come before the one that is being rewritten, innermost list last. Called with a
-    value: `value` in a register; constants as they are."""
+    """Replaces the calls in a statement. pending: a stack of lists of statements that must come before the statement
+    that is being rewritten. `expander(value)` binds a value to a register and returns it; constants are returned as
+    they are."""
 
     def __init__(self, gpu: bool):
         self.pending, self._gpu = [[]], gpu
@@ -79,7 +84,8 @@ class _Expander:
         return tirx.Cast(dtype, result) if dtype == "float16" else result
 
     def _branch(self, call, mutator):
-        """The arms' statements must not run unless the arm is taken: it may load out of bounds."""
+        """Statements that an arm needs go into that arm, so that they only run if the arm is taken: an arm may load out
+        of bounds."""
         condition, arms = mutator.mutate(call.args[0]), []
         for arm in call.args[1:]:
             self.pending.append([])
@@ -103,8 +109,8 @@ class _Expander:
             var = tirx.Var("f", str(value.ty))
             self.pending[-1].append(tirx.Bind(var, value))
             return var
-        # Through memory, which LLVM leaves out: TVM's lowering of intrinsics puts the value of a variable in its place
-        # wherever it meets it, and values of values of functions would grow beyond bounds.
+        # On CPUs values go through a local buffer, which LLVM turns into registers. TVM's lowering of intrinsics would
+        # substitute the expression of a bound variable at each use, and nested expressions would grow exponentially.
         place, first = tirx.decl_buffer((1,), str(value.ty), name="f", scope="local"), tirx.const(0, "int32")
         self.pending[-1] += [tirx.AllocBuffer(place), tirx.BufferStore(place, value, [first])]
         return tirx.BufferLoad(place, [first])
@@ -114,7 +120,7 @@ def _sequence(statements):
     return statements[0] if len(statements) == 1 else tirx.SeqStmt(statements)
 
 
-# ---- one function each: (bind, arguments in registers) -> expression; all float32
+# ---- the functions: (b, arguments in registers) -> expression; b(value) binds a value to a register; all float32
 
 
 def _f(x):
@@ -152,7 +158,7 @@ def _scaled(b, x, n):
 
 
 def _not_a_number(b, x):
-    """Whether x is not a number, by its bits: code generators take x != x for false."""
+    """Whether x is NaN, tested by its bits: code generators assume that x != x is false."""
     return tirx.bitwise_and(b(tirx.reinterpret("int32", x)), _i(0x7FFFFFFF)) > _i(0x7F800000)
 
 
@@ -179,7 +185,7 @@ def _log(b, x):
     """x = 2**e * m, m from sqrt(1/2) to sqrt(2); ln m = 2 atanh((m - 1) / (m + 1))."""
     small = b(tirx.Select(x < _f(2.0**-126), x * _f(2.0**25), x))
     bits = b(tirx.reinterpret("int32", small))
-    shifted = b(bits - _i(0x3F3504F3))  # of sqrt(1/2)
+    shifted = b(bits - _i(0x3F3504F3))  # the bits of sqrt(1/2)
     e = b(tirx.shift_right(shifted, _i(23)))
     m = b(tirx.reinterpret("float32", b(bits - tirx.shift_left(e, _i(23)))))
     s = b((m - _f(1)) / (m + _f(1)))
@@ -218,7 +224,7 @@ def _pow(b, x, y):
         return _whole_power(b, x, int(y.value))
     logarithm = b(_log(b, b(_llvm("fabs", x))))
     product = b(y * logarithm)
-    rest = b(_fma(y, logarithm, _f(0) - product))  # what rounding took from the product
+    rest = b(_fma(y, logarithm, _f(0) - product))  # the rounding error of the product
     finite = tirx.all(_llvm("fabs", product) < _f(128), x != _f(0))
     size = b(_exp(b, product))
     size = b(tirx.Select(finite, b(_fma(size, rest, size)), size))
@@ -260,7 +266,7 @@ def _one(name):
     return lambda b, x: _llvm(name, x)
 
 
-# TIR's function -> what becomes of it
+# TIR's function -> the function that builds its expression
 _FUNCTIONS = {
     "exp": _exp,
     "exp2": _exp2,

@@ -1,8 +1,8 @@
-"""Kernels for Relax operators that have none by hand: legalized by TVM, fused with one another here, scheduled by
-schedules/generic.py.
+"""Generic kernels, for Relax operators without a hand-written kernel: TVM legalizes them, this module fuses them with
+one another, and schedules/generic.py schedules them.
 
-In: a module whose functions call kernels of ours and PrimFuncs of blocks. Out: the same with chains of the latter as
-one PrimFunc each, under names that say what they compute and on what: multiply_tanh_multiply_1024_m16.
+In: a module whose functions call hand-written kernels and PrimFuncs with blocks. Out: the same module, in which each
+chain of the latter is one PrimFunc. Its name states the operations and the size: multiply_tanh_multiply_1024_m16.
 """
 
 from itertools import chain, count
@@ -22,8 +22,8 @@ SYMBOL = "global_symbol"
 
 
 def fuse(mod: tvm.IRModule, kernels: dict[str, tirx.PrimFunc]) -> tuple[tvm.IRModule, dict[str, tirx.PrimFunc]]:
-    """The module with its other PrimFuncs than `kernels` fused, and these by name, not scheduled yet. A name that is in
-    `kernels` is taken."""
+    """Fuses all PrimFuncs of the module except `kernels`. Returns (the module, {name: fused PrimFunc, not scheduled
+    yet}). New names differ from those in `kernels`."""
     parts = _primitive(mod) - kernels.keys()
     if not parts:
         return mod, {}
@@ -52,10 +52,10 @@ def fuse(mod: tvm.IRModule, kernels: dict[str, tirx.PrimFunc]) -> tuple[tvm.IRMo
 
 
 def scheduled(name: str, func: tirx.PrimFunc, arch) -> tirx.PrimFunc:
-    """The generic kernel of that name for an arch. UserError where there is no schedule for it."""
+    """The generic kernel `name` for an arch. Raises UserError if there is no schedule for it."""
     try:
         made = schedules.schedule(func, arch).with_attr(SYMBOL, name)
-        if arch.api != "cpu":  # int32 for indices, which TVM lowers to int32 only where they depend on no data
+        if arch.api != "cpu":  # TVM itself narrows only those indices to int32 that do not depend on data
             made = tirx.transform.ForceNarrowIndexToInt32()(tvm.IRModule({"main": made}))["main"]
         return cast(tirx.PrimFunc, made)
     except ValueError as error:
@@ -63,7 +63,7 @@ def scheduled(name: str, func: tirx.PrimFunc, arch) -> tirx.PrimFunc:
 
 
 def replaced(mod: tvm.IRModule, functions: dict[str, tirx.PrimFunc]) -> tvm.IRModule:
-    """The module with these functions in place of those of their names."""
+    """The module with `functions` in place of its functions of the same names."""
     for name, func in functions.items():
         mod.update_func(mod.get_global_var(name), func)
     return mod
@@ -74,7 +74,7 @@ def _primitive(mod) -> set[str]:
 
 
 def _renamed(mod, names: dict[str, str], made_of: dict[str, tirx.PrimFunc]) -> tvm.IRModule:
-    """The module with functions under new names (old: new)."""
+    """The module with new names for functions. names: {old: new}. made_of: {new name: function}."""
     variables = {}
     made = tvm.IRModule({}, attrs=mod.attrs)
     for gv in functions(mod):
@@ -110,8 +110,8 @@ def roles(func: tirx.PrimFunc) -> list[str]:
 
 
 def _label(name: str, func: tirx.PrimFunc, parts: set[str]) -> str:
-    """Of fused_multiply_tir_tanh_multiply1 and its largest parameter. parts: names before fusion, of which TVM numbers
-    the second and later ones."""
+    """The new name of a fused function: fused_multiply_tir_tanh_multiply1 becomes the operations and the shape of its
+    largest parameter. parts: the names before fusion; TVM appends numbers to the second and later use of a name."""
     words = []
     for word in name.removeprefix("fused_").split("_"):
         plain = word.rstrip("0123456789")

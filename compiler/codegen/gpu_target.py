@@ -1,7 +1,7 @@
-"""What the targets on GPUs share: layouts of weights, activations and caches, and the kernels of schedules/gpu.
+"""The base class of the GPU targets: layouts of weights, activations and caches, and the kernels of schedules/gpu.
 
-`GpuTarget` leaves to its subclasses which archs there are and what code the kernels become. All archs of an artifact
-share its plan and its weights, so they must take activations in the same layouts.
+Subclasses of `GpuTarget` define which archs exist, and compile kernels to code. All archs of an artifact share its plan
+and its weights, so they must take activations in the same layouts.
 """
 
 from abc import abstractmethod
@@ -43,31 +43,37 @@ from mlc_amd.schedules.operators import AllGather, AllReduce, GateUp, HeadLinear
 from mlc_amd.schedules.operators.attention import SLOTS
 from mlc_amd.schedules.operators.exchange import MOST_WORDS
 
-# Of experts, by whether `gemm_lanes.py` multiplies their rows, which has matrices of as few as TOKENS tokens and does
-# not stage weights: rows of a step, at most, whose slots are computed one by one (16 rows of models with 32 experts or
-# more use most experts once or twice, and tiles of 16 slots would be almost empty), and slots of a tile for as many
-# rows as SOME, and for more. Of 128 experts, 8 used, the rows of a chunk of 512 fill tiles of 32 to two thirds, tiles
-# of 64 to a half, but those decode weights less often: 10 % faster on an H200.
+# Both tables: key True if `gemm_lanes.py` multiplies the experts' rows (it has tiles of as few as TOKENS tokens, and
+# does not stage weights), else False.
+# SINGLE_ROWS: the largest number of rows of a step whose slots are computed one by one. In models with 32 or more
+# experts, 16 rows use most experts once or twice, so tiles of 16 slots would be almost empty.
+# EXPERT_TILES: slots of a tile for steps of up to SOME rows, and for larger steps. Example: with 8 of 128 experts in
+# use, a chunk of 512 rows fills tiles of 32 slots to two thirds and tiles of 64 slots to a half. But larger tiles
+# decode weights less often: with 64 slots, 10 % faster on an H200.
 SINGLE_ROWS, SOME = {False: 16, True: FEW}, 64
 EXPERT_TILES = {False: (16, 32), True: (TOKENS, 64)}
 
 
 class _Exchanges(NamedTuple):
-    """operators: by kernel; capacity: words of a slot of the memory that they exchange through."""
+    """operators: the exchanges that have a kernel, by kernel name. capacity: words of a slot of an inbox or outbox
+    (runtime/exchange_layout.py)."""
 
     operators: dict[str, AllReduce | AllGather]
     capacity: int
 
 
 class GpuTarget(Target):
-    """`arch`: names of GpuArchs or Profiles, separated by commas, or "auto" for this machine's GPU. UserError if one is
-    unknown, or they cannot share an artifact. Subclasses have `here`, the name of this machine's GPU, `resolve`, which
-    returns the arch of a name, and `compile_for`."""
+    """A GPU target. arch: names of GpuArchs or Profiles, separated by commas, or "auto" for this machine's GPU. Raises
+    UserError if a name is unknown, or if the archs cannot share an artifact.
+
+    Subclasses define `here` (returns the name of this machine's GPU), `resolve` (returns the arch of a name) and
+    `compile_for`.
+    """
 
     query_dtype = "float16"
     layout = "rows"
     encoder_rows = (64, 512, 2048)
-    peers = False  # whether GPUs that share a model write to each other's memory
+    peers = False  # whether GPUs that share a model write to each other's memory themselves, without a relay
     fuses_rope = True
     fuses_route = True
     planes = staticmethod(planes)
@@ -91,8 +97,9 @@ class GpuTarget(Target):
         return all(rotation <= arch.wave * WIDTH for arch in self.archs)
 
     def functions(self, ctx: int) -> list[FunctionSpec]:
-        # On an H200 matrix units compute 16 rows in less time than two steps of FEW take; where their lanes are known,
-        # time grows with every size. Kernels without dot products take LLVM several times as long: fewer sizes.
+        # On an H200, matrix units compute 16 rows in less time than two steps of FEW rows take. If the lanes of
+        # matrices are known, time grows with the number of rows, so there are more sizes. LLVM takes several times as
+        # long for kernels without dot products, so archs without them have fewer sizes.
         first, dot = self.archs[0], all(arch.dot for arch in self.archs)
         few = [FEW, 16, 32] if first.lane_blocks else [FEW, 16] if first.matrix else [FEW] if dot else []
         steps, chunks = [*few, SLOTS], [64, 128, 512] if self._small_tiles else [64, 512]
@@ -107,31 +114,32 @@ class GpuTarget(Target):
         ]
 
     def act_layout(self, m: int, kind: str) -> str:
-        # matrix units whose lanes are known need not wait for more rows: lanes decode weights right into their operands
+        # If the lanes of matrices are known, lanes decode weights directly into the operands of matrix units, so matrix
+        # units are used for few rows too.
         return self._layout(kind, m > (1 if self.archs[0].lane_blocks else FEW))
 
     def expert_layout(self, m: int, formats: list[Format]) -> str:
         return self._layout(formats[0].kind, self.expert_tile(m) > 1)
 
     def head_layout(self, m: int, kind: str, k: int) -> str:
-        # units of lanes hold columns of one head only
+        # A unit of the layout "lanes" holds columns of one head only.
         return self._layout(kind, m > FEW and k % (BLOCK * max(1, self.archs[0].lane_blocks)) == 0)
 
     def _layout(self, kind: str, on_matrices: bool) -> str:
-        """on_matrices: whether float16 matrix units multiply, where the archs have any."""
+        """The layout of activations. on_matrices: whether float16 matrix units multiply, on archs that have them."""
         if on_matrices and self.archs[0].matrix:
             return self.matrix_layout
         return "rows" if kind == "int8" else ""
 
     @property
     def matrix_layout(self) -> str:
-        """That of activations for float16 matrix units."""
+        """The layout of activations for float16 matrix units."""
         blocks = self.archs[0].lane_blocks
         return f"lanes:{blocks}" if blocks else "pairs"
 
     @property
     def _small_tiles(self) -> bool:
-        """Whether the lanes of matrices of no more tokens than FEW are known."""
+        """Whether all archs have matrices of FEW tokens or less whose lanes are known."""
         return all(arch.lane_matrix and arch.lane_matrix[1] <= FEW for arch in self.archs)
 
     def expert_tile(self, m: int) -> int:
@@ -142,7 +150,7 @@ class GpuTarget(Target):
         return cache_types(self.layer(attention, ctx))
 
     def attention_workspace(self, attention: AttentionConfig, ctx: int, single: int) -> TensorTypes:
-        """What the splits of decode attention join through; layers of the same shape share it."""
+        """The memory through which the splits of decode attention are combined. Layers of the same shape share it."""
         if not single:
             return {}
         a = self.layer(attention, ctx)
@@ -150,7 +158,8 @@ class GpuTarget(Target):
         return {f"attention.{a.heads}x{a.kv_heads}x{a.d}.{name.lower()}": of for name, of in shapes.items()}
 
     def route_workspace(self, experts: ExpertsConfig) -> TensorTypes:
-        """What the workgroups of `norm_route` meet in; layers of as many experts share it."""
+        """The memory through which the workgroups of `norm_route` are combined. Layers with the same number of experts
+        share it."""
         return {f"route.{experts.count}.{name.lower()}": of for name, of in route_scratch(experts.count).items()}
 
     def norm_place(self, before: Linear | AllReduce | None, readers: Sequence[Linear | GateUp]) -> NormPlace:
@@ -167,8 +176,8 @@ class GpuTarget(Target):
 
     @staticmethod
     def _product(bb, call, op: Linear):
-        """A linear of several rows whose columns are not whole blocks, which GEMMs need, as a generic kernel. Only
-        float weights have such columns: the blocks of all other formats are of 32 or more."""
+        """A linear of several rows as a generic kernel, for columns that are not whole blocks, which GEMM kernels need.
+        Only float weights have such columns: blocks of all other formats have 32 or more columns."""
         if len(op.segments) > 1:
             raise UserError(f"layers of {op.k} columns that share their input are not supported on GPUs")
         ((fmt, n),), m, k = op.weights, op.m, op.k
@@ -192,7 +201,7 @@ class GpuTarget(Target):
 
     @staticmethod
     def _head_product(bb, call, op: HeadLinear):
-        """The same of a linear with a matrix for each head."""
+        """Like `_product`, for a linear with one matrix for each head."""
         fmt, heads, n, k = lookup(op.fmt), op.heads, op.n, op.k
 
         def product(x, w):
@@ -214,19 +223,19 @@ class GpuTarget(Target):
     # ---- compilation
 
     def own_kernels(self, arch) -> dict[str, tvm.tirx.PrimFunc]:
-        """Kernels that no function of the model calls, but the device."""
+        """{name: kernel} of the kernels that the device calls, not a function of the model."""
         return {}
 
     @abstractmethod
     def compile_for(
         self, arch, kernels: dict[str, tvm.tirx.PrimFunc], directory: Path, lowered, workers: Workers
     ) -> tuple[str, dict, dict]:
-        """Compiles one arch's kernels. Returns the file in `directory`, `lower.Function` by kernel, and by symbol what
-        a launch's entry in the manifest says besides symbol, grid, block and args."""
+        """Compiles the kernels of one arch. Returns (name of the file in `directory`, {kernel: `lower.Function`},
+        {symbol: further facts of the launch for the manifest, besides symbol, grid, block and args})."""
 
     def modules(self, arch, groups: list[list[str]], kernels, lowered, workers: Workers) -> Iterator[Any]:
-        """The module of each group of kernels, in order; the last ones should be the smallest. Other processes begin
-        with the first groups of operators, this one meanwhile with the last."""
+        """The compiled module of each group of kernels, in the order of `groups`; the last groups should be the
+        smallest. Other processes compile groups of operators from the front, this process from the back."""
 
         def report(group: list[str]) -> None:
             for name in group:
@@ -258,12 +267,12 @@ class GpuTarget(Target):
     def compile_kernels(
         self, mod: tvm.IRModule, directory: Path, progress, workers: Workers, joint: Sequence[tuple[str, str]] = ()
     ) -> dict:
-        """{"libraries": {arch: file}, "launches": {arch: launches}}, as of `compile_arch`; "exchange", as in the
-        manifest, of a model for several GPUs."""
+        """{"libraries": {arch: file}, "launches": {arch: launches}}, see `compile_arch`. For a model that several GPUs
+        share by tensor also "exchange", as in the manifest."""
         names = sorted(gv.name_hint for gv, func in nodes.functions(mod).items() if isinstance(func, tvm.tirx.PrimFunc))
         libraries, launches, steps = {}, {}, []
 
-        def step(name: str) -> None:  # one a kernel, and one for the arch's code
+        def step(name: str) -> None:  # counts one step for each kernel, and one for the arch's code
             if name not in own:
                 steps.append(name)
             progress("kernels", len(steps), (len(names) + 1) * len(self.archs))
@@ -294,11 +303,11 @@ class GpuTarget(Target):
         return made
 
     def _exchanges(self, names: Sequence[str]) -> _Exchanges:
-        """Of these kernels those that can exchange parts while they run."""
+        """Those of the kernels `names` that can exchange parts while they run, and the kernel of the check (PROBE)."""
         found = {name: op for name in names if isinstance(op := self.workloads.get(name), AllReduce | AllGather)}
         able = {name: op for name, op in found.items() if op.words <= MOST_WORDS and op.words % LINE == 0}
         sums = [op for op in able.values() if isinstance(op, AllReduce)]
-        if not sums:  # a model of which the vocabulary alone is divided
+        if not sums:  # a model of which only the vocabulary is divided
             sums = [AllReduce(n=2 * op.n, parts=op.parts, m=op.m) for op in able.values()]
         if smallest := min(sums, key=lambda op: op.words, default=None):
             able[PROBE.removeprefix(EXCHANGING)] = replace(smallest, residual=True, norm_out="")

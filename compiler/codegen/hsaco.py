@@ -1,9 +1,9 @@
-"""Reads AMD code objects (HSACO), ours or of other compilers: what their kernels need, how many waves fit, which
-instructions they use.
+"""Reads AMD code objects (HSACO), of this project or of other compilers: resources of kernels, occupancy, and
+instructions.
 
-In: the bytes of an ELF file for AMD GPUs. Out: a `CodeObject` with a `KernelCode` for each kernel. Nothing here runs or
-compiles code; `disassemble` calls llvm-objdump where there is one. Formats: LLVM's AMDGPUUsage, "Code Object" (ELF
-flags, note NT_AMDGPU_METADATA in MessagePack, version 3 and later).
+In: the bytes of an ELF file for AMD GPUs. Out: a `CodeObject` with a `KernelCode` for each kernel. Nothing is executed
+or compiled; `disassemble` calls llvm-objdump if it is installed. Formats: LLVM's AMDGPUUsage, "Code Object" (ELF flags,
+note NT_AMDGPU_METADATA in MessagePack, version 3 and later).
 """
 
 import re
@@ -33,7 +33,7 @@ EM_AMDGPU, PT_NOTE, SHT_SYMTAB, SHT_DYNSYM, NT_AMDGPU_METADATA = 224, 4, 2, 11, 
 
 @dataclass(frozen=True)
 class Arg:
-    """A kernel argument: bytes [offset, offset + size) of the kernarg segment. kind: "global_buffer", "by_value",
+    """A kernel argument, at bytes [offset, offset + size) of the kernarg segment. kind: "global_buffer", "by_value",
     "hidden_...", ..."""
 
     name: str
@@ -44,8 +44,9 @@ class Arg:
 
 @dataclass(frozen=True)
 class KernelCode:
-    """Registers are per lane (VGPR, AGPR) or wave (SGPR); on gfx90a and later `vgprs` counts AGPRs too. lds, scratch
-    (per lane), code and kernarg in bytes. spills: VGPRs, SGPRs spilled. threads: most of a workgroup."""
+    """Resources of a kernel. vgprs, agprs: per lane; on gfx90a and later `vgprs` includes AGPRs. sgprs: per wave. lds,
+    scratch (per lane), code, kernarg: bytes. vgpr_spills, sgpr_spills: registers that are spilled. threads: the largest
+    workgroup."""
 
     name: str
     wave: int
@@ -64,15 +65,15 @@ class KernelCode:
 
 @dataclass(frozen=True)
 class CodeObject:
-    """machine: gfx name, or "0x.." if unknown. kernels by name."""
+    """machine: gfx name, or "0x.." if unknown. kernels: by name."""
 
     machine: str
     kernels: dict[str, KernelCode]
 
 
 def parse(data: bytes) -> CodeObject:
-    """The kernels of the code objects in `data`, which are of one machine. UserError if it is none, or one without
-    metadata (older than version 3)."""
+    """The kernels of the code objects in `data`, which are all for the same machine. Raises UserError if `data` is not
+    a code object, or one without metadata (older than version 3)."""
     machine, kernels = "", {}
     for one in objects(data):
         machine, found = _parse(one)
@@ -81,8 +82,8 @@ def parse(data: bytes) -> CodeObject:
 
 
 def objects(data: bytes) -> list[bytes]:
-    """A file's code objects: our artifacts have several, one after the other, each of which ends with its table of
-    sections. What follows the last one belongs to it."""
+    """The code objects in a file. This project's artifacts concatenate several; each ends with its section table. Bytes
+    after the last section table belong to the last code object."""
     found, rest = [], data
     while len(rest) >= 64:
         start, (size, count) = struct.unpack_from("<Q", rest, 40)[0], struct.unpack_from("<HH", rest, 58)
@@ -135,7 +136,7 @@ def _kernel(item, code) -> KernelCode:
 
 
 def _metadata(data) -> dict | None:
-    """The MessagePack document of the AMDGPU note; None without one."""
+    """The MessagePack document of the AMDGPU note. None if there is no such note."""
     (start,) = struct.unpack_from("<Q", data, 32)
     size, count = struct.unpack_from("<HH", data, 54)
     for i in range(count):
@@ -154,7 +155,7 @@ def _metadata(data) -> dict | None:
 
 
 def _symbols(data) -> dict[str, int]:
-    """Symbol: bytes."""
+    """{symbol: bytes}."""
     (start,) = struct.unpack_from("<Q", data, 40)
     size, count = struct.unpack_from("<HH", data, 58)
     sections = [struct.unpack_from("<IIQQQQIIQQ", data, start + i * size) for i in range(count)]
@@ -174,13 +175,13 @@ def _align4(n):
 # ---- occupancy
 
 
-SGPRS, SGPR_UNIT = 800, 16  # of a SIMD before RDNA
-SIMDS, LDS_UNIT = 4, 512  # SIMDs that share LDS (a compute unit; a work-group processor on RDNA), bytes
+SGPRS, SGPR_UNIT = 800, 16  # SGPRs of a SIMD before RDNA, and the unit of their allocation
+SIMDS, LDS_UNIT = 4, 512  # SIMDs that share LDS (a CU; on RDNA a WGP), and the unit of LDS allocation, bytes
 
 
 def occupancy(kernel: KernelCode, arch: GpuArch, threads: int | None = None) -> tuple[int, str]:
-    """(waves that a SIMD holds at once, what limits them: "vgprs", "sgprs", "lds" or "waves") with workgroups of
-    `threads` threads (default: the most that the kernel allows). 0 waves: a workgroup does not fit."""
+    """(waves that a SIMD holds at the same time, the limiting resource: "vgprs", "sgprs", "lds" or "waves"). threads:
+    size of the workgroups, by default the largest that the kernel allows. 0 waves: a workgroup does not fit."""
     total, most, rdna = arch.registers - arch.code.accumulators, arch.code.most_waves, arch.wave == 32
     unit = total // arch.code.allotments
     if rdna and kernel.wave == 64:
@@ -202,11 +203,11 @@ def occupancy(kernel: KernelCode, arch: GpuArch, threads: int | None = None) -> 
 
 WIDTHS = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "byte": 1, "short": 2}
 MEMORY = re.compile(
-    r"(global|flat|buffer|scratch|ds)_(load|read|store|write)"  # gfx11 and later say load and store for LDS, too
+    r"(global|flat|buffer|scratch|ds)_(load|read|store|write)"  # for LDS: read, write; load, store from gfx11 on
     r"(2|_2addr)?(?:st64|_stride64)?(?:_(?:d16|hi|lds|format))*_[bfius]?(dwordx?\d?|byte|short|\d+)"
 )
-# Classes of instructions: how their mnemonics begin; the first that fits counts. Waits also hold the hints that only
-# delay a wave.
+# Class of instructions: the beginnings of their mnemonics. The first class that fits counts. "waits" includes hints
+# that only delay a wave.
 CLASSES = {
     "matrix": ("v_wmma", "v_mfma", "v_swmmac", "v_smfmac"),
     "vector": ("v_",),
@@ -216,24 +217,24 @@ CLASSES = {
     "memory": ("global_", "flat_", "buffer_", "scratch_", "image_", "exp"),
 }
 DOT = re.compile(r"v_(?:dual_)?dot")
-MULTIPLIES: dict[Unit, re.Pattern] = {  # the units of runtime/gpus.py by their mnemonics; "fma" are all others
+MULTIPLIES: dict[Unit, re.Pattern] = {  # units of runtime/gpus.py: mnemonics; the unit "fma" has all others
     "packed16": re.compile(r"v_(?:dual_)?dot2|v_pk_fma_f16"),
     "dot4": re.compile(r"v_dot4"),
     "matrix16": re.compile(r"v_(?:wmma|mfma|swmmac|smfmac)_b?f\d+_\w+f16"),
     "matrix8": re.compile(r"v_(?:wmma|mfma|swmmac|smfmac)_i32"),
 }
-PADDING = {"s_nop", "s_code_end"}  # after the last instruction, for the prefetcher
+PADDING = {"s_nop", "s_code_end"}  # these follow the last instruction, for the prefetcher
 LABEL = re.compile(r"^(?:[0-9a-f]+ )?<?([A-Za-z_.$][\w.$]*)>?:")
-LOCAL_LABEL = re.compile(r"\.L|L\d")  # within a kernel: LLVM's, objdump's
-SECOND = re.compile(r"::\s*(v_\w+)")  # of two operations that are issued together: part of the first's instruction
+LOCAL_LABEL = re.compile(r"\.L|L\d")  # labels within a kernel: LLVM's, objdump's
+SECOND = re.compile(r"::\s*(v_\w+)")  # the second operation of an instruction with dual issue (v_dual_*)
 MNEMONIC = re.compile(r"^\s+([sv]_\w+|ds_\w+|global_\w+|flat_\w+|buffer_\w+|scratch_\w+|image_\w+|exp\b)")
 
 
 @dataclass(frozen=True)
 class Instructions:
-    """Static instruction counts of a kernel: total, by mnemonic, by class (CLASSES), dot products (also those issued
-    together with another operation), matrix instructions, and memory operations by (space: "global", "flat", "buffer",
-    "scratch", "ds" (LDS); "load" or "store"; bytes a lane). units: those that multiply."""
+    """Static instruction counts of a kernel: total, by mnemonic, by class (CLASSES). dot: dot products, including those
+    in dual issue. matrix: matrix instructions. memory: by (space, "load" or "store", bytes per lane), where space is
+    "global", "flat", "buffer", "scratch" or "ds" (LDS). units: the units that multiply."""
 
     total: int
     by_mnemonic: Counter
@@ -245,7 +246,8 @@ class Instructions:
 
 
 def lines_of(assembly: str, kernel: str) -> list[str]:
-    """The lines between the kernel's label and the next function's. ValueError if there is no such label."""
+    """The lines from the kernel's label to the label of the next function. Raises ValueError if there is no such
+    label."""
     found: list[str] | None = None
     for line in assembly.splitlines():
         label = LABEL.match(line)
@@ -263,7 +265,8 @@ def lines_of(assembly: str, kernel: str) -> list[str]:
 
 
 def memory_access(mnemonic: str) -> tuple[str, str, int] | None:
-    """(space, "load" or "store", bytes a lane) as `Instructions` has them; None for what is no memory operation."""
+    """(space, "load" or "store", bytes per lane), see `Instructions`. None if the instruction does not access
+    memory."""
     if not (match := MEMORY.match(mnemonic)):
         return None
     space, access, twice, width = match.groups()
@@ -272,7 +275,8 @@ def memory_access(mnemonic: str) -> tuple[str, str, int] | None:
 
 
 def instructions(assembly: str, kernel: str) -> Instructions:
-    """Counts a kernel's instructions in LLVM's assembly text or llvm-objdump's output. ValueError as `lines_of`."""
+    """Counts a kernel's instructions in LLVM's assembly text or llvm-objdump's output. Raises ValueError if the kernel
+    is missing."""
     counts, padding, memory, seconds, classes = Counter(), [], Counter(), Counter(), Counter()
     for line in lines_of(assembly, kernel):
         if mnemonic := MNEMONIC.match(line):
@@ -295,7 +299,7 @@ OBJDUMPS = ("/opt/rocm/llvm/bin/llvm-objdump", *(f"llvm-objdump-{v}" for v in ra
 
 
 def disassemble(data: bytes) -> str:
-    """llvm-objdump's listing. UserError without llvm-objdump, or with one that does not know the machine."""
+    """llvm-objdump's listing. Raises UserError without an llvm-objdump that knows the machine."""
     tool = next((path for name in OBJDUMPS if (path := shutil.which(name))), None)
     if tool is None:
         raise UserError("no llvm-objdump found to disassemble GPU code; install LLVM 18 or newer, or ROCm")

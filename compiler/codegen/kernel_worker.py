@@ -1,6 +1,7 @@
-"""A process that compiles kernels for a GPU (`kernel_workers.py` starts it).
+"""A process that compiles kernels for a GPU; `kernel_workers.py` starts it.
 
-In, a request: a compiler, an arch, and operators with their plans. Out: compiler(kernels, arch), or why it refused.
+In, a request: a compiler, an arch, and operators with their plans. Out: {"module": compiler(kernels, arch)} or
+{"error": message}.
 """
 
 from mlc_amd.compiler.codegen import rocm, spirv  # noqa: F401 (the compilers that requests name, before there are any)

@@ -1,8 +1,8 @@
-"""The processes that compile a GPU's kernels: TVM's passes hold Python's lock for much of their time, and LLVM's
-messages can only be held back for a whole process.
+"""Processes that compile the kernels of a GPU. Threads would not do: TVM's passes hold Python's lock for much of their
+time, and LLVM's messages can only be held back for a whole process.
 
-In: groups of operators with their plans, of which a process builds the kernels itself (as text, TensorIR would take it
-longer to read). Out: the module of each group.
+In: groups of operators with their plans. A process builds the kernels of its group itself, because reading TensorIR as
+text would take longer. Out: the module of each group.
 """
 
 import base64
@@ -16,12 +16,12 @@ from mlc_amd.runtime.measure.child import ChildDied, Children
 from mlc_amd.schedules.operators import Operator
 
 MODULE = "mlc_amd.compiler.codegen.kernel_worker"
-MOST = 8  # processes: each has some 300 MB of its own, and with more of them most would import TVM for a kernel or two
-TIMEOUT = 600.0  # seconds of one group
+MOST = 8  # processes; each takes about 300 MB, and with more of them most would import TVM for one or two kernels
+TIMEOUT = 600.0  # seconds for one group
 
 
 class Kernel(NamedTuple):
-    """plan: None for that of the kernel's rule."""
+    """A kernel to compile. plan: None for the plan of the kernel's rule."""
 
     name: str
     workload: Operator
@@ -29,21 +29,21 @@ class Kernel(NamedTuple):
 
 
 class Workers(Closing):
-    """What compiles may use `count` cores: threads, or as many processes up to MOST, this one among them. The others
-    start with the first request, or before it (`start`)."""
+    """The cores that compiling may use. count: threads, or processes up to MOST; this process is one of them. The other
+    processes start with the first request, or earlier by `start`."""
 
     def __init__(self, count: int):
         self.count, others = count, min(count, MOST) - 1
         self._others = Children(MODULE, others) if others > 0 else None
 
     def start(self) -> None:
-        """The other processes import TVM while this one does something else."""
+        """Starts the other processes, so that they import TVM while this process does something else."""
         if self._others:
             self._others.start()
 
     def compile(self, compiler: Callable, arch: Any, group: list[Kernel]) -> Future | None:
-        """`result` below returns compiler(kernels, arch) for the group's kernels. None if there are no other
-        processes."""
+        """Asks another process to build and compile a group of kernels. `result` returns compiler(kernels, arch) from
+        the future. Returns None if there are no other processes."""
         if not self._others:
             return None
         return self._others.ask({"group": packed((compiler, arch, group))}, TIMEOUT)
@@ -57,7 +57,8 @@ ALONE = Workers(1)
 
 
 def result(future: Future) -> Any:
-    """That of `Workers.compile`. ValueError as of the compiler; RuntimeError if its process died."""
+    """The result of `Workers.compile`. Raises ValueError if the compiler raised it, RuntimeError if the process
+    died."""
     try:
         answer = future.result()
     except ChildDied as error:

@@ -1,15 +1,17 @@
-"""TensorIR kernels down to device functions and what launches them: the part that the GPU code generators share.
+"""Lowers TensorIR kernels to device functions and their launches: the part that all GPU code generators share.
 
-In: a PrimFunc with bound threads and static extents. Out: a `Function`, which says what a call of it launches, and the
-lowered device functions by symbol. TVM's own s_tir lowering is followed up to the split into host and device functions;
-the host function is only read (for grids, scratch buffers and the kernels' arguments).
+In: a PrimFunc with bound threads and static extents. Out: a `Function`, which lists the launches of a call, and the
+lowered device functions by symbol. The passes are those of TVM's s_tir pipeline, up to the split into host and device
+functions. The host function is only read (grids, scratch buffers, arguments of kernels).
 
-Differences from TVM's pipeline: StorageRewrite is left out (it makes LDS buffers of different types share memory
-through global addresses), CompactBufferAllocation for kernels without blocks (all of ours: it took most of the time,
-and cut no more than the padding after an LDS buffer's last row), what takes long and changes no kernel
-(InjectPermutedLayout, InjectVirtualThread, RemoveNoOp, RenormalizeSplitPattern, the first of two StmtSimplify) or none
-of LLVM's code (HoistIfThenElse; it also took loads of fragments for loads of nothing), and whatever the generator names
-(`lower`).
+Passes of TVM's pipeline that are left out:
+- StorageRewrite: it makes LDS buffers of different types share memory through global addresses.
+- CompactBufferAllocation, for kernels without blocks (all hand-written ones): it took most of the time, and only
+  removed the padding after the last row of an LDS buffer.
+- InjectPermutedLayout, InjectVirtualThread, RemoveNoOp, RenormalizeSplitPattern, the first of two StmtSimplify: they
+  take long and change no kernel.
+- HoistIfThenElse: it does not change LLVM's code, and it misread loads of fragments.
+- the passes that the code generator names (`leave_out`).
 """
 
 from collections.abc import Callable, Iterable
@@ -32,9 +34,9 @@ LAUNCH_AXES = tuple(f"{kind}.{axis}" for kind in ("blockIdx", "threadIdx") for a
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch. grid: workgroups, block: threads of one, (x, y, z). args: for each argument of the kernel, in
-    its order, the index of the PrimFunc's parameter whose address it takes; len(parameters) + i stands for scratch
-    buffer i."""
+    """One kernel launch. grid: workgroups; block: threads of a workgroup; both (x, y, z). args: for each argument of
+    the kernel, in order, the index of the PrimFunc's parameter whose address it takes; len(parameters) + i stands for
+    scratch buffer i."""
 
     symbol: str
     grid: tuple[int, int, int]
@@ -44,8 +46,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class Function:
-    """What a call of a PrimFunc does: `launches` in order. scratch: bytes of each buffer that its kernels hand to one
-    another."""
+    """The launches of a call of a PrimFunc, in order. scratch: bytes of each buffer that one of its kernels writes for
+    a later one."""
 
     params: tuple[str, ...]
     scratch: tuple[int, ...]
@@ -53,8 +55,8 @@ class Function:
 
 
 def _passes():
-    """TVM 0.27's s_tir pipeline (tvm/s_tir/pipeline.py) up to the split, without what its options switch on and what
-    the module's docstring names."""
+    """TVM 0.27's s_tir pipeline (tvm/s_tir/pipeline.py) up to the split. Left out: optional passes, and those that the
+    module's docstring lists."""
     t, x = s_tir.transform, tirx.transform
     return [
         t.CanonicalizeLoop(), t.LowerCrossThreadReduction(), t.LowerInitBlock(),
@@ -70,7 +72,7 @@ def _passes():
 
 
 def in_threads(work: Callable[[str], Result], names: Iterable[str], workers: int) -> list[Result]:
-    """work(name) of each, by so many threads. After an error or Ctrl-C, what has not begun is not begun."""
+    """[work(name) for each name], on `workers` threads. After an error or Ctrl-C, no further work is started."""
     with ThreadPoolExecutor(workers) as pool:
         try:
             return list(pool.map(work, names))
@@ -79,10 +81,10 @@ def in_threads(work: Callable[[str], Result], names: Iterable[str], workers: int
 
 
 def lower(name: str, func: tirx.PrimFunc, arch, target, leave_out=()) -> tuple[Function, dict[str, tirx.PrimFunc]]:
-    """What to launch for `func`, and its device functions by symbol, not yet finalized.
+    """The launches of `func`, and its device functions by symbol, not finalized yet.
 
-    arch: a GpuArch or a Profile. leave_out: names of passes. ValueError for a kernel that the arch cannot run (too many
-    threads, too much LDS) or whose extents are not known at compile time.
+    arch: a GpuArch or a Profile. leave_out: names of passes. Raises ValueError for a kernel that the arch cannot run
+    (too many threads, too much LDS), and for extents that are not known at compile time.
     """
     module = tvm.IRModule({name: func.with_attr("global_symbol", name)})
     if not has_blocks(func):
@@ -100,7 +102,7 @@ def lower(name: str, func: tirx.PrimFunc, arch, target, leave_out=()) -> tuple[F
 
 
 def check_lds(name, device, arch):
-    """ValueError if the kernel's LDS buffers exceed what a workgroup of the arch may have."""
+    """Raises ValueError if the kernel's LDS buffers exceed the LDS limit of a workgroup on the arch."""
     found = []
     walk(device.body, tirx.AllocBuffer, lambda node: found.append(node.buffer))
     sizes = [bytes_of(buffer) for buffer in found if buffer.scope().startswith("shared")]
@@ -113,7 +115,7 @@ def check_lds(name, device, arch):
 
 
 def read_host(name, host, arch) -> Function:
-    """The launches, scratch buffers and arguments that a lowered host function amounts to."""
+    """Reads the launches, scratch buffers and arguments from a lowered host function."""
     place = {param: i for i, param in enumerate(host.params)}
     scratch, launches, alias = [], [], {}
 
@@ -163,19 +165,19 @@ def _launch(name, call, place, alias, threads) -> Launch:
 
 
 def walk(body, kinds, visit):
-    """Calls visit(node) for every node of these kinds (classes) in a statement or an expression, outermost first."""
+    """Calls visit(node) for every node of the classes `kinds` in a statement or an expression, outermost first."""
     tvm_ffi.structural_walk(body, (kinds, visit), order="pre")
 
 
 def statements(func: tirx.PrimFunc) -> int:
-    """Those that compute: what the time that code generators take grows with."""
+    """The number of statements that compute. The time of code generators grows with it."""
     found = []
     walk(nodes.body(func), (tirx.BufferStore, tirx.Bind), found.append)
     return len(found)
 
 
 def has_blocks(func: tirx.PrimFunc) -> bool:
-    """Whether it is made of blocks, as operators that TVM writes are."""
+    """Whether the kernel consists of blocks (SBlock), like the kernels that TVM itself generates."""
     found = []
     walk(nodes.body(func), s_tir.SBlock, found.append)
     return bool(found)

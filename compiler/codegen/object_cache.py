@@ -1,8 +1,8 @@
-"""Object code of kernels that this process compiled before: compiling a model with kernels of another one, or the same
-model again, then takes LLVM no time.
+"""A cache of object code of the kernels that this process has compiled. Compiling another model with the same kernels,
+or the same model again, then takes LLVM no time.
 
-In: a kernel by its name, its structure (not the names of its variables) and its target. Out: the bytes of its object
-file. The least recently used ones are dropped beyond a number of bytes.
+In: a kernel: its name, its structure (not the names of its variables) and its target. Out: the bytes of its object
+file. Above a limit of bytes, the least recently used entries are removed.
 """
 
 import threading
@@ -13,13 +13,13 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
-LIMIT = 64 << 20  # bytes: some two thousand kernels
+LIMIT = 64 << 20  # bytes: about two thousand kernels
 
 Key = tuple[str, int, str]
 
 
 class ObjectCache:
-    """May be used from several threads at a time. limit: bytes."""
+    """The cache. Safe to use from several threads. limit: bytes."""
 
     def __init__(self, limit: int = LIMIT):
         self.limit, self._lock = limit, threading.Lock()
@@ -27,7 +27,7 @@ class ObjectCache:
         self._held = 0
 
     def get(self, name: str, kernel: tirx.PrimFunc, target: tvm.target.Target, make: Callable[[], bytes]) -> bytes:
-        """The object code of `kernel` as function `name`, from `make` if it is not there yet."""
+        """The object code of `kernel` as function `name`. Calls `make` if the cache does not have it."""
         key = name, tvm_ffi.structural_hash(kernel), str(target)
         with self._lock:
             if key in self._objects:
@@ -42,5 +42,5 @@ class ObjectCache:
         return made
 
     def made(self, key: Key, make: Callable[[], bytes]) -> bytes:
-        """What is not held."""
+        """Makes object code that the cache does not have. Subclasses may look elsewhere first."""
         return make()

@@ -1,12 +1,12 @@
-"""What AMD GPUs run for our SPIR-V, without such a GPU: Mesa's Vulkan driver RADV compiles kernels for a GPU that the
-environment names.
+"""Compiles SPIR-V kernels to the code that AMD GPUs run, without such a GPU: Mesa's Vulkan driver RADV compiles for a
+GPU that an environment variable names.
 
-In: SPIR-V modules and the profile that they were made for. Out: a `Compiled` for each: registers, spills, LDS, scratch
-memory, the compiler's estimates, the ISA. That is the code that the GPU would run under that Mesa version, as RADV's
-compiler (ACO) is the same.
+In: SPIR-V modules and the profile for which they were made. Out: a `Compiled` for each: registers, spills, LDS, scratch
+memory, estimates of the compiler, and the ISA. RADV's compiler (ACO) is the same as on a machine with the GPU, so this
+is the code that the GPU would run under this version of Mesa.
 
-The driver runs in a child process (`radv_worker`), because it is chosen by environment variables and aborts where it
-cannot go on. RADV_FORCE_FAMILY, which makes a GPU assumed, is Mesa's: 22.3 to 25 have it for every profile here; 26
+The driver runs in a child process (`radv_worker`), because environment variables choose it, and because it may abort.
+RADV_FORCE_FAMILY, the variable that names the GPU, is Mesa's: versions 22.3 to 25 have it for every profile here; 26
 dropped it.
 """
 
@@ -26,8 +26,8 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.base.arch import ARCHS, GpuArch
 from mlc_amd.schedules.gpu.base.profiles import Profile
 
-# profile: (GPU in LLVM's name, RADV's names of such GPUs, newest Mesa's first: 22.3 called those of RDNA3
-# by gfx names)
+# profile: (LLVM's name of the GPU, RADV's names of it, those of the newest Mesa first: Mesa 22.3 has gfx names for
+# RDNA3)
 GPUS = {
     "vangogh": ("gfx1033", ("VANGOGH",)),
     "rdna2": ("gfx1030", ("NAVI21",)),
@@ -35,16 +35,16 @@ GPUS = {
     "rdna4": ("gfx1201", ("GFX1201",)),
     "gfx90c": ("gfx906", ("RENOIR",)),
 }
-# of the Vulkan loader; the second for loaders before 1.3.234
+# variables of the Vulkan loader that choose the driver; the second is for loaders before 1.3.234
 DRIVER_VARIABLES = ("VK_DRIVER_FILES", "VK_ICD_FILENAMES")
 DRIVER_FOLDERS = ("/etc", "/usr/local/share", "/usr/share")
-START_S, KERNEL_S = 60, 60  # time limits of the child: to load the driver, for each kernel
+START_S, KERNEL_S = 60, 60  # time limits of the child, seconds: to load the driver, and for each kernel
 INSTALL = "install Mesa 22.3 to 25 (package mesa-vulkan-drivers of Debian 12 or 13, vulkan-radeon of Arch)"
 
 
 @dataclass(frozen=True)
 class Shader:
-    """A SPIR-V module with entry point "main"; block: its local size; push: bytes of push constants that it reads."""
+    """A SPIR-V module with entry point "main". block: its local size. push: bytes of push constants that it reads."""
 
     name: str
     code: bytes
@@ -54,10 +54,10 @@ class Shader:
 
 @dataclass(frozen=True)
 class Compiled:
-    """kernel: registers and memory, as of a code object; VGPRs and LDS are in the units that the GPU allots. latency,
-    throughput: ACO's estimates "Latency" and "Inverse Throughput" in clocks of a wave, which count a loop's body a
-    fixed number of times: they compare kernels of the same loops. assembly: LLVM's syntax from the label `<name>:`, ""
-    if the driver was built without a disassembler."""
+    """A compiled shader. kernel: registers and memory, as of a code object; VGPRs and LDS are rounded up to allocation
+    units. latency, throughput: ACO's estimates "Latency" and "Inverse Throughput", in clocks of a wave. ACO assumes a
+    fixed number of iterations for each loop, so only kernels with the same loops can be compared. assembly: LLVM's
+    syntax, from the label `<name>:` on; "" if the driver was built without a disassembler."""
 
     kernel: hsaco.KernelCode
     latency: int
@@ -67,9 +67,8 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Report:
-    """device: what the driver calls itself and the GPU, with its version. kernels: by the shader's name. refused: the
-    others', with the driver's reason; an old one does not know all that a module may use, such as cooperative
-    matrices."""
+    """device: the names of driver and GPU, and the driver's version. kernels: by the shader's name. refused: the
+    driver's reason for each shader that it refused; old drivers lack features such as cooperative matrices."""
 
     device: str
     kernels: dict[str, Compiled]
@@ -77,16 +76,16 @@ class Report:
 
 
 def gpu_of(profile: Profile) -> GpuArch | None:
-    """The GPU that RADV is to assume for a profile, as an arch of LLVM (for occupancy); None for those of other
-    makers."""
+    """The GPU for which RADV compiles a profile's kernels, as a GpuArch of LLVM (for occupancy). None for profiles of
+    other vendors."""
     entry = _gpu(profile)
     return ARCHS[entry[0]] if entry else None
 
 
 def statistics(shaders: list[Shader], profile: Profile) -> Report:
-    """Compiles all shaders as the runtime would: subgroups of profile.wave invocations, push constants.
+    """Compiles all shaders as the runtime would: with subgroups of profile.wave invocations, and push constants.
 
-    UserError if the profile is not AMD's, or without a RADV that knows the GPU.
+    Raises UserError if the profile is not an AMD GPU's, or if there is no RADV that knows the GPU.
     """
     entry, driver = _gpu(profile), find_driver()
     if entry is None:
@@ -102,7 +101,7 @@ def statistics(shaders: list[Shader], profile: Profile) -> Report:
         raise UserError(
             f"{driver} cannot compile for {' or '.join(entry[1])} without such a GPU ({complaint}); {INSTALL}"
         )
-    while len(answers) < len(request):  # it crashed: go on after the shader that made it
+    while len(answers) < len(request):  # the driver crashed: continue after the shader that crashed it
         answers.append({"error": complaint})
         _, more, complaint = _child(driver, family, request[len(answers) :])
         answers += more
@@ -114,7 +113,8 @@ def statistics(shaders: list[Shader], profile: Profile) -> Report:
 
 
 def find_driver() -> Path:
-    """RADV's manifest file: the one that the environment chooses, else an installed one. UserError if there is none."""
+    """RADV's manifest file: the one that the environment chooses, else an installed one. Raises UserError if there is
+    none."""
     named = (name for variable in DRIVER_VARIABLES for name in os.environ.get(variable, "").split(":"))
     chosen = [Path(name) for name in named if "radeon" in name]
     installed = [
@@ -131,7 +131,8 @@ def _gpu(profile):
 
 
 def _child(driver: Path, family: str, request: list[dict]) -> tuple[str, list[dict], str]:
-    """(what device the child found or "", its answers, what it complained of if it ended early)."""
+    """(name of the device that the child found, or ""; the child's answers; the last message on stderr, if the child
+    ended early)."""
     environment = os.environ | dict.fromkeys(DRIVER_VARIABLES, str(driver))
     environment |= {radv_worker.FAMILY: family, "MESA_SHADER_CACHE_DISABLE": "true"}
     command = [sys.executable, "-m", radv_worker.__name__]
@@ -163,7 +164,7 @@ def _compiled(shader: Shader, profile: Profile, answer: dict) -> Compiled:
         vgpr_spills=found["Spilled VGPRs"],
         sgpr_spills=found["Spilled SGPRs"],
         lds=found["LDS size"],
-        scratch=found["Scratch size"] // profile.wave,  # RADV reports that of a wave
+        scratch=found["Scratch size"] // profile.wave,  # RADV reports the bytes of a wave
         code=found["Code size"],
         kernarg=shader.push,
         args=(),
@@ -172,8 +173,8 @@ def _compiled(shader: Shader, profile: Profile, answer: dict) -> Compiled:
 
 
 def _assembly(name: str, text: str) -> str:
-    """The driver's listing without the encodings, with local labels that LLVM's texts have, under the kernel's own
-    label."""
+    """The driver's listing without instruction encodings, under the kernel's label, with local labels in LLVM's
+    form."""
     if not text:
         return ""
     lines = (re.sub(r"\bBB(\d+)\b", r".LBB\1", line.partition(";")[0].rstrip()) for line in text.splitlines())

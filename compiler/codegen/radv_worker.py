@@ -1,10 +1,10 @@
-"""The child process of `radv`: has the Vulkan driver that the environment chose compile shaders, and reports what it
-says of them.
+"""The child process of `radv`: lets the Vulkan driver that the environment chose compile shaders, and reports
+statistics.
 
 In: a JSON list of shaders on stdin (name, code in base64, block, push, wave). Out: JSON lines on stdout: {"device"},
-then for each shader {"statistics": {name: number}, "assembly"} or {"error"}. Ends with status UNUSABLE and a message
-where there is no such driver; the driver itself may abort, which is why this is a process of its own. Nothing is run on
-the device: a driver without its GPU could not.
+then for each shader {"statistics": {name: number}, "assembly"} or {"error"}. If there is no such driver, it ends with
+status UNUSABLE and a message. It is a process of its own because the driver may abort. Nothing runs on the device:
+there is no GPU.
 """
 
 import base64
@@ -19,11 +19,11 @@ from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.errors import UserError
 
 UNUSABLE = 3
-FAMILY = "RADV_FORCE_FAMILY"  # the driver's environment variable: the GPU to assume
+FAMILY = "RADV_FORCE_FAMILY"  # the driver's environment variable: the GPU to compile for
 EXTENSION, MATRICES = "VK_KHR_pipeline_executable_properties", "VK_KHR_cooperative_matrix"
 CAPTURE = 0x40 | 0x80  # VkPipelineCreateFlagBits: CAPTURE_STATISTICS, CAPTURE_INTERNAL_REPRESENTATIONS
 RADV = 3  # VkDriverId
-ASSEMBLY = b"Assembly"  # RADV's name of the text with the ISA
+ASSEMBLY = b"Assembly"  # RADV's name for the text that contains the ISA
 CALLS = {
     "vkGetPipelineExecutableStatisticsKHR": "ptr ptr ptr ptr",
     "vkGetPipelineExecutableInternalRepresentationsKHR": "ptr ptr ptr ptr",
@@ -50,8 +50,8 @@ FEATURES = (
 
 
 class Compiler:
-    """A logical device on RADV's GPU of that family. UserError without one. name: the GPU's name and the driver's
-    version."""
+    """A logical device on RADV's GPU of the family `family`. Raises UserError if there is none. name: the GPU's name
+    and the driver's version."""
 
     def __init__(self, family: str):
         get, loader = api.open_loader()
@@ -86,7 +86,7 @@ class Compiler:
             features = kind(next=features)
         features = api.CoreFeatures(next=features)
         calls.vkGetPhysicalDeviceFeatures2(gpu, byref(features))
-        features._0[0] = 0  # robustBufferAccess, which changes code; all else that there is stays on
+        features._0[0] = 0  # robustBufferAccess off, as it changes code; all other available features stay on
         priority, names = ctypes.c_float(1), api.strings(extensions)
         queue = api.QueueInfo(family=0, count=1, priorities=addressof(priority))
         enabled = {"extensionCount": len(extensions), "extensions": addressof(names)}
@@ -94,7 +94,7 @@ class Compiler:
         return api.create(calls.vkCreateDevice, gpu, byref(info), None, kind=ctypes.c_void_p)
 
     def compile(self, code: bytes, block: list[int], push: int, wave: int) -> dict:
-        """{"statistics", "assembly"} of one SPIR-V module. VulkanError if the driver refuses it."""
+        """{"statistics", "assembly"} of one SPIR-V module. Raises VulkanError if the driver refuses it."""
         words = ctypes.create_string_buffer(code, len(code))
         module = self._create("vkCreateShaderModule", api.ShaderInfo(codeSize=len(code), code=addressof(words)))
         pushed = api.PushConstantRange(stageFlags=api.STAGE_COMPUTE, size=push)
@@ -113,7 +113,8 @@ class Compiler:
         return answer
 
     def _assembly(self, of) -> str:
-        """The driver is queried three times: how many texts there are, how long, and for the texts."""
+        """The ISA text, or "". The driver is queried three times: for the number of texts, for their lengths, and for
+        the texts."""
         call, count = self.calls.vkGetPipelineExecutableInternalRepresentationsKHR, ctypes.c_uint32()
         call(self.device, byref(of), byref(count), None)
         items = (Representation * count.value)(*(Representation() for _ in range(count.value)))
@@ -131,7 +132,7 @@ class Compiler:
 
 def main() -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Answers go where stdout was; what the driver prints there goes to stderr.
+    # Answers go to the original stdout. File descriptor 1 becomes stderr, as the driver may print to it.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -1,16 +1,20 @@
-; The relay between GPUs that cannot write to one another's memory: copies words from outboxes to inboxes, a cache line
-; at a time, as soon as no half of its words is EMPTY, -1 (runtime/exchange_layout.py), and makes them EMPTY first.
+; The relay between GPUs that cannot write to each other's memory. It copies words from outboxes to inboxes
+; (runtime/exchange_layout.py defines these terms), one cache line at a time. A line is copied as soon as no half of its
+; words is EMPTY (-1); it is read, its words in the outbox are set to EMPTY, then it is written to the inboxes.
 ;
-; i64 relay(ptr job) copies rounds as they are asked for, until it found nothing to do `patience` times in a row. It goes
-; on where it was when it is called again. It takes a line of each outbox before the next line of any, as workgroups
-; wait for one another. Returns the rounds that were asked for and are not done. job: int64[11 + 9 * outboxes]:
-;   0 address of int64: rounds asked for, 1 rounds done, 2 the next line, 3 the next outbox: where it is
-;   4 outboxes, 5 patience, 6 bytes of a slot
-;   7 address of int64[4096]: lines of a round, 8 and 9: this job copies stripe (8) and each (9)th after it: in rounds
-;     of any size the same lines, as a job may begin the next round but one while others still copy lines of this one
-;   10 log2 of the lines of a stripe
-;   then for each outbox: 0 address, 1 inboxes, 2.. their addresses
-; The first round uses the second slot, the next one the first.
+; i64 relay(ptr job) copies the requested rounds. It returns when it has found nothing to do `patience` times in a row;
+; the next call continues at the same place. It copies one line of each outbox before the next line of any outbox,
+; because workgroups of different GPUs wait for each other. Result: number of rounds that are requested but not done.
+;
+; job: int64[11 + 9 * outboxes]. Several threads have jobs for the same outboxes.
+;   0     address of an int64: number of requested rounds
+;   1-3   position of this job: rounds done, next line, next outbox
+;   4-6   number of outboxes, patience, bytes of a slot
+;   7     address of int64[4096]: number of lines in each round, a ring
+;   8-10  this job copies stripe [8] and every [9]th stripe after it; a stripe has 2**[10] lines. A job has the same
+;         lines in rounds of any size, because it may begin the next round but one while others still copy this round
+;   then for each outbox 9 elements: its address, number of inboxes, addresses of the inboxes
+; The first round uses the second slot, the next round the first slot, and so on.
 
 target triple = "x86_64-unknown-linux-gnu"
 

@@ -1,7 +1,8 @@
-"""The machine code of the relay (relay.ll), which moves words between GPUs: compiled by TVM's LLVM, needs no linker.
+"""Compiles the relay (relay.ll), which copies words between GPUs, to machine code, with TVM's LLVM and without a
+linker.
 
-It is position-independent code of one function at offset 0, for x86-64 with what all of these have. The runtime maps
-the file and calls it (runtime/devices/exchange/relay.py).
+In: LLVM IR. Out: position-independent code of one function, which begins at offset 0, for any x86-64 CPU. The runtime
+maps the file and calls it (runtime/devices/exchange/relay.py).
 """
 
 import struct
@@ -13,11 +14,11 @@ from mlc_amd.runtime.folders import temporary
 
 SOURCE = Path(__file__).with_name("relay.ll")
 SECTIONS_AT, COUNTS_AT = 40, 58  # in an ELF header
-RELOCATIONS = (4, 9)  # types of sections
+RELOCATIONS = (4, 9)  # types of sections with relocations: SHT_RELA, SHT_REL
 
 
 def relay_code() -> bytes:
-    """The function's code. RuntimeError if LLVM made more than code of it."""
+    """The machine code of the function. Raises RuntimeError if LLVM produced other sections or relocations."""
     with temporary("relay") as folder:
         path = folder / "relay.o"
         tvm.runtime.load_module(str(SOURCE)).write_to_file(str(path))

@@ -1,8 +1,8 @@
-"""TensorIR kernels to AMD code objects (HSACO), with TVM's LLVM and no ROCm installation.
+"""Compiles TensorIR kernels to AMD code objects (HSACO), with TVM's LLVM and without a ROCm installation.
 
-In: PrimFuncs with bound threads, and a `GpuArch`. Out: an `HsacoModule`: one code object with all kernels, and for each
-PrimFunc what to launch. `lower.py` makes device functions of them, which go to LLVM and the linker; before each barrier
-comes the wait for LDS operations that TVM's code generator forgets. Thread-safe.
+In: PrimFuncs with bound threads, and a `GpuArch`. Out: an `HsacoModule`: one code object with all kernels, and the
+launches of each PrimFunc. `lower.py` makes device functions of the kernels; LLVM and a linker compile these. This
+module also inserts, before each barrier, the wait for LDS operations that TVM's code generator omits. Thread-safe.
 """
 
 import functools
@@ -31,18 +31,18 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.base.arch import MAX_THREADS, GpuArch
 
 LINKERS = ("/opt/rocm/llvm/bin/ld.lld", "ld.lld", *(f"ld.lld-{version}" for version in range(22, 14, -1)))
-OLDEST_LINKER = 15  # knows code objects of version 5
-# LLVM 22 marks code objects as version 6, which differs from 5 only for "generic" targets; ROCm before 6.3 and old
-# linkers refuse it.
+OLDEST_LINKER = 15  # the first LLVM version whose linker knows code objects of version 5
+# LLVM 22 marks code objects as version 6, which ROCm before 6.3 and old linkers refuse. Version 6 differs from 5 only
+# for "generic" targets, so code objects are marked as version 5 here.
 EI_ABIVERSION, CODE_OBJECT_V5 = 8, 3
 NO_NEWS = (b"Unable to detect ROCm version", b"Cannot get maximum number of threads")
-_STDERR = threading.Lock()  # of this process, while it is redirected
+_STDERR = threading.Lock()  # held while this process's stderr is redirected
 OCML = "__ocml_"  # prefix of the functions of ROCm's device library
 
 
 @dataclass(frozen=True)
 class HsacoModule:
-    """hsaco: the code object's bytes. functions: per PrimFunc. assembly: of all kernels, as LLVM printed it."""
+    """hsaco: the bytes of the code object. functions: by PrimFunc. assembly: LLVM's text for all kernels."""
 
     hsaco: bytes
     functions: dict[str, Function]
@@ -50,10 +50,11 @@ class HsacoModule:
 
 
 def compile_hsaco(kernels: dict[str, tirx.PrimFunc], arch: GpuArch) -> HsacoModule:
-    """One code object for all of `kernels` (name: PrimFunc with bound threads, static extents, buffers as parameters).
+    """Compiles `kernels` (name: PrimFunc with bound threads, static extents, and buffers as parameters) to one code
+    object.
 
-    UserError without a linker. ValueError for a kernel that the arch cannot run: too many threads or too much LDS (LLVM
-    would end the process), extents unknown at compile time, functions of ROCm's device library.
+    Raises UserError without a linker. Raises ValueError for a kernel that cannot be compiled: too many threads or too
+    much LDS (LLVM would end the process), extents unknown at compile time, functions of ROCm's device library.
     """
     linker = find_linker()
     with _without_warnings():
@@ -75,8 +76,8 @@ def compile_hsaco(kernels: dict[str, tirx.PrimFunc], arch: GpuArch) -> HsacoModu
 
 @contextmanager
 def _without_warnings():
-    """Holds back what TVM's C++ side prints to stderr about ROCm not being installed, which is no news here; the rest
-    comes afterwards."""
+    """Holds back what TVM's C++ code prints to stderr. Afterwards it prints that, except for the messages that ROCm is
+    not installed (NO_NEWS)."""
     with _STDERR, tempfile.TemporaryFile() as held:
         sys.stderr.flush()
         stderr = os.dup(2)
@@ -94,7 +95,7 @@ def _without_warnings():
 
 @functools.cache
 def rocm_target(arch: GpuArch) -> tvm.target.Target:
-    """TVM's target of an arch."""
+    """TVM's target for an arch."""
     options = {
         "kind": "rocm",
         "mcpu": arch.name,
@@ -119,8 +120,8 @@ def _finalize(arch):
 
 def wait_before_barriers(arch):
     """The pass that makes a wave wait for its LDS operations before each barrier. TVM emits a bare s_barrier, which
-    orders waves but not their memory operations: others could read LDS before the writes are there. Last pass before
-    code generation."""
+    orders waves but not their memory operations: other waves could read LDS before the writes are complete. This must
+    be the last pass before code generation."""
     name, operand, dtype = arch.code.wait
     wait = tirx.Evaluate(call_llvm_intrin("void", name, tirx.const(operand, dtype)))
 
@@ -140,12 +141,12 @@ def wait_before_barriers(arch):
 
 
 def values_in_memory():
-    """The pass that puts floats, words without a sign and vectors into local buffers of one element, of which LLVM
-    makes the same registers. After `expand`, whose values are many, and before intrinsics are lowered.
+    """The pass that puts bound floats, unsigned words and vectors into local buffers of one element, which LLVM turns
+    into registers. Must run after `expand`, which binds many values, and before intrinsics are lowered.
 
-    TVM's lowering of intrinsics and its code generator substitute each value into the expressions of its simplifier,
-    which double with every value that is used twice: a minute for a chain of 25. Indices (int32) stay values: the
-    simplifier needs them.
+    Reason: TVM's lowering of intrinsics and its code generator substitute bound values into the expressions of their
+    simplifier. These double with every value that is used twice: a chain of 25 took a minute. Indices (int32) stay
+    bound values, because the simplifier needs them.
     """
 
     @tirx.transform.prim_func_pass(opt_level=0, name="ValuesInMemory")
@@ -170,8 +171,8 @@ def values_in_memory():
 
 
 def find_linker() -> list[str]:
-    """The command of an ELF linker for AMD GPUs: ROCm's or the system's lld, else the ziglang package's. UserError
-    without any."""
+    """The command of an ELF linker for AMD GPUs: ROCm's or the system's lld, else the ziglang package's. Raises
+    UserError if there is none."""
     candidates = [[path] for name in LINKERS if (path := shutil.which(name))]
     if importlib.util.find_spec("ziglang"):
         candidates.append([sys.executable, "-m", "ziglang", "ld.lld"])
@@ -183,15 +184,15 @@ def find_linker() -> list[str]:
 
 @functools.cache
 def linker_version(command: tuple[str, ...]) -> int:
-    """The LLVM version that an lld states; 0 if it states none."""
+    """The LLVM version of an lld; 0 if it reports none."""
     result = subprocess.run([*command, "--version"], capture_output=True, text=True)
     found = re.search(r"LLD (\d+)", result.stdout)
     return int(found[1]) if found else 0
 
 
 def link(obj: bytes, linker: list[str]) -> bytes:
-    """The code object of a relocatable object. ValueError with the linker's message if symbols are missing. Writes no
-    file, so that a process that is killed leaves none."""
+    """Links a relocatable object to a code object. Raises ValueError with the linker's message if symbols are missing.
+    Writes no file, so a process that is killed leaves none."""
     with open(os.memfd_create("kernels.o"), "wb", buffering=0) as source:
         source.write(obj[:EI_ABIVERSION] + bytes([CODE_OBJECT_V5]) + obj[EI_ABIVERSION + 1 :])
         number = source.fileno()
@@ -204,17 +205,18 @@ def link(obj: bytes, linker: list[str]) -> bytes:
     return result.stdout
 
 
-_LINKED = threading.local()  # of the compile_hsaco on this thread: linker, then hsaco
+_LINKED = threading.local()  # state of compile_hsaco on this thread: `linker` goes in, `hsaco` comes out
 
 
 @tvm_ffi.register_global_func("tvm_callback_rocm_link", override=True)
 def _link_callback(obj):
-    """TVM hands over the object file here. What it gets back it would only load on a GPU."""
+    """TVM passes the object file to this function. TVM would use the returned code object only to load it on a GPU."""
     _LINKED.hsaco = link(bytes(obj), _LINKED.linker)
     return _LINKED.hsaco
 
 
 @tvm_ffi.register_global_func("tvm_callback_rocm_bitcode_path", override=True)
 def _no_bitcode(*_):
-    """ROCm's device library is not used: an installation of it is not needed, and its code depends on options."""
+    """No bitcode: ROCm's device library is not used, because it would need an installation, and its code depends on
+    options."""
     return []

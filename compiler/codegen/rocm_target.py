@@ -1,6 +1,6 @@
-"""The rocm target: kernels from schedules/gpu as AMD code objects, one file of them for each arch of the artifact.
+"""The rocm target: kernels from schedules/gpu, compiled to AMD code objects, one file for each arch of the artifact.
 
-The kernels are divided among several code objects (`_groups`), which all cores compile.
+The kernels of an arch are divided among several code objects (`_groups`), so that all cores can compile.
 """
 
 import gzip
@@ -15,12 +15,12 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import kfd_gpus
 from mlc_amd.schedules.gpu.base import arch as archs
 
-CODE_OBJECTS = 24  # of a library, about; a kernel may be larger than such a part
+CODE_OBJECTS = 24  # approximate number for a file; a kernel may be larger than 1/24 of all
 
 
 class RocmTarget(GpuTarget):
-    """Names are those of schedules/gpu/base/arch.py. RDNA3 and RDNA4 go together in an artifact, CDNA's go together,
-    GPUs without matrix units go together."""
+    """The rocm target. Archs: names of schedules/gpu/base/arch.py. An artifact may combine RDNA3 and RDNA4; archs of
+    CDNA; or GPUs without matrix units."""
 
     kind = "rocm"
     peers = True
@@ -34,10 +34,10 @@ class RocmTarget(GpuTarget):
         return found[0]["arch"]
 
     def compile_for(self, arch, kernels, directory, lowered, workers):
-        """One code object for each group of kernels, all in one file."""
+        """See `GpuTarget.compile_for`. The file holds one code object for each group of kernels."""
         find_linker()
         groups, library, functions, facts, place = _groups(kernels), f"kernels-{arch.name}.hsaco", {}, {}, 0
-        # for `inspect`: most machines have no disassembler for these
+        # for `mlc-amd inspect`: most machines have no disassembler for AMD code
         listing = gzip.GzipFile(directory / f"kernels-{arch.name}.s.gz", "wb", mtime=0)
         with open(directory / library, "wb") as file, listing:
             for group, module in zip(groups, self.modules(arch, groups, kernels, lowered, workers), strict=True):
@@ -53,8 +53,8 @@ class RocmTarget(GpuTarget):
 
 
 def _groups(kernels: dict[str, tirx.PrimFunc]) -> list[list[str]]:
-    """The kernels of each code object, those of the most statements first: of equal work, as far as kernels allow it,
-    and the same on every machine."""
+    """The kernels of each code object, those with the most statements first. Groups have about equal work, as far as
+    the size of kernels allows, and are the same on every machine."""
     sizes = {name: statements(kernel) for name, kernel in kernels.items()}
     limit, groups, room = sum(sizes.values()) / CODE_OBJECTS, [], 0.0
     for name in sorted(kernels, key=lambda name: (-sizes[name], name)):

@@ -1,9 +1,11 @@
-"""Kernels that differ only in how many workgroups they launch: their code is made once, for the largest of them.
+"""Compiles kernels that differ only in their number of workgroups once, for the largest of them.
 
-In: kernels by name. Out: for each the one whose code it launches (`representatives`), and what a call of it launches
-(`relaunched`). Most kernels have a row of the step for each workgroup, and those of 8 and of 64 rows are equal but for
-the grid and for the first extent of buffers, which no address depends on. Code for a larger grid assumes less of a
-workgroup's number, so it serves a smaller one.
+In: kernels by name. Out: for each kernel the one whose code it launches (`representatives`), and the launches of a call
+(`relaunched`).
+
+Most kernels compute one row of the step in a workgroup. So the kernels for 8 and for 64 rows are equal except for the
+grid and the first extent of buffers, on which no address depends. Code for a larger grid assumes less about the number
+of a workgroup, so it is also valid for a smaller grid.
 """
 
 from dataclasses import replace
@@ -17,11 +19,11 @@ from mlc_amd.compiler import nodes
 from mlc_amd.compiler.codegen.lower import AXES, Function, has_blocks, walk
 
 Grid = tuple[int, int, int]
-_ANY = tirx.const(0, "int32")  # an extent that does not count
+_ANY = tirx.const(0, "int32")  # stands for an extent that may differ
 
 
 def grids(kernel: tirx.PrimFunc) -> list[Grid]:
-    """Of its launches, in order."""
+    """The grids of a kernel's launches, in order."""
     found: list[dict[str, int]] = []
 
     def visit(node) -> None:
@@ -37,7 +39,7 @@ def grids(kernel: tirx.PrimFunc) -> list[Grid]:
 
 
 def representatives(kernels: dict[str, tirx.PrimFunc]) -> dict[str, str]:
-    """Of each kernel the one whose code it launches; most have their own."""
+    """{kernel: the kernel whose code it launches}; most kernels have their own code."""
     found, groups = {}, {}
     sizes = {name: grids(kernel) for name, kernel in kernels.items()}
     for name in sorted(kernels, key=lambda name: (sizes[name], name), reverse=True):
@@ -56,7 +58,7 @@ def representatives(kernels: dict[str, tirx.PrimFunc]) -> dict[str, str]:
 
 
 def relaunched(function: Function, kernel: tirx.PrimFunc) -> Function:
-    """What a call of `kernel` launches, whose code is that of `function`."""
+    """The launches of a call of `kernel`, which uses the code of `function`."""
     launches = zip(function.launches, grids(kernel), strict=True)
     return replace(function, launches=tuple(replace(launch, grid=grid) for launch, grid in launches))
 
@@ -67,7 +69,7 @@ def _within(grids_of_one: list[Grid], grids_of_other: list[Grid]) -> bool:
 
 
 def _code(kernel: tirx.PrimFunc) -> tvm.ir.BaseFunc:
-    """The kernel without what a representative need not have in common: its name, the grid, first extents."""
+    """The kernel without the parts in which it may differ from its representative: name, grid, first extents."""
     places = {}
 
     def any_rows(buffer):

@@ -1,8 +1,7 @@
-"""Reads SPIR-V modules, our kernels or any compute shaders: what they need of a device, and their text.
+"""Reads SPIR-V modules, of this project or other compute shaders: the features that they need, and their text.
 
-In: a module's bytes. Out: `ModuleFacts`. Nothing here compiles code; `disassemble` and `validate` call SPIRV-Tools
-where they are installed. Format: Khronos's SPIR-V specification, 2.3 "Physical Layout of a SPIR-V Module and
-Instruction".
+In: the bytes of a module. Out: `ModuleFacts`. Nothing is compiled; `disassemble` and `validate` call SPIRV-Tools, if
+installed. Format: Khronos's SPIR-V specification, 2.3 "Physical Layout of a SPIR-V Module and Instruction".
 """
 
 import shutil
@@ -15,12 +14,12 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.gpus import Unit
 
 MAGIC = 0x07230203
-ENVIRONMENT = "vulkan1.3"  # whose rules `validate` applies
+ENVIRONMENT = "vulkan1.3"  # `validate` applies the rules of this environment
 WORKGROUP, LOCAL_SIZE = 4, 17  # storage class, execution mode
 # opcodes
 EXTENSION, EXECUTION_MODE, CAPABILITY, CONSTANT, POINTER, VARIABLE = 10, 16, 17, 43, 32, 59
 BOOL, INT, FLOAT, VECTOR, ARRAY, STRUCT = 20, 21, 22, 23, 28, 30
-# SDot, UDot, SUDot and their sums with saturation; CooperativeMatrixMulAddKHR
+# DOTS: SDot, UDot, SUDot, and the variants that add with saturation. MATRIX: CooperativeMatrixMulAddKHR
 DOTS, MATRIX = range(4450, 4456), 4459
 CAPABILITIES = {
     1: "Shader", 9: "Float16", 10: "Float64", 11: "Int64", 12: "Int64Atomics", 22: "Int16", 39: "Int8",
@@ -37,8 +36,9 @@ CAPABILITIES = {
 
 @dataclass(frozen=True)
 class ModuleFacts:
-    """block: local size (x, y, z). lds: bytes of workgroup memory. instructions: SPIR-V's, declarations among them.
-    dot: packed dot products. matrix: cooperative matrix products. Capabilities by name, or number if unknown."""
+    """block: local size (x, y, z). lds: bytes of workgroup memory. instructions: number of SPIR-V instructions,
+    including declarations. dot: packed dot products. matrix: cooperative matrix products. capabilities: names; numbers
+    if unknown."""
 
     block: tuple[int, int, int]
     lds: int
@@ -50,13 +50,13 @@ class ModuleFacts:
 
     @property
     def units(self) -> list[Unit]:
-        """That multiply: those of our kernels, whose matrices are of float16. What a driver's compiler makes of other
-        products is float32."""
+        """The units that multiply, for this project's kernels, whose matrices are float16. A driver's compiler turns
+        all other products into float32 operations."""
         return ["fma", *(["dot4"] if self.dot else []), *(["matrix16"] if self.matrix else [])]
 
 
 def read(code: bytes) -> ModuleFacts:
-    """UserError if `code` is no SPIR-V module, or a damaged one."""
+    """The facts of a module. Raises UserError if `code` is not a SPIR-V module, or a damaged one."""
     try:
         return _facts(instructions(code))
     except (struct.error, IndexError, KeyError) as error:
@@ -64,7 +64,7 @@ def read(code: bytes) -> ModuleFacts:
 
 
 def instructions(code: bytes) -> list[tuple[int, tuple[int, ...]]]:
-    """(opcode, operands) of every instruction."""
+    """(opcode, operands) of every instruction. Raises UserError as `read` does."""
     if len(code) < 20 or len(code) % 4 or struct.unpack_from("<I", code)[0] != MAGIC:
         raise UserError("not a SPIR-V module")
     words = struct.unpack(f"<{len(code) // 4}I", code)
@@ -102,8 +102,8 @@ def _facts(instructions) -> ModuleFacts:
     return ModuleFacts(block, lds, len(instructions), dots, counts[MATRIX], tuple(capabilities), tuple(extensions))
 
 
-# bytes of a type: opcode -> f(operands, sizes of earlier types, integer constants). Types without a size, such as
-# runtime arrays and cooperative matrices, cannot be in workgroup memory.
+# opcode of a type -> f(operands, sizes of earlier types, integer constants), the type's size in bytes. Types without a
+# size, such as runtime arrays and cooperative matrices, cannot be in workgroup memory.
 SIZES = {
     BOOL: lambda operands, sizes, constants: 4,
     INT: lambda operands, sizes, constants: operands[1] // 8,
@@ -115,12 +115,12 @@ SIZES = {
 
 
 def disassemble(code: bytes) -> str:
-    """spirv-dis's text. UserError without spirv-dis, or if it cannot read the module."""
+    """The output of spirv-dis. Raises UserError without spirv-dis, or if it cannot read the module."""
     return _tool("spirv-dis", ["--no-color", "-"], code)
 
 
 def validate(code: bytes) -> None:
-    """UserError with spirv-val's complaint, or without spirv-val."""
+    """Raises UserError with spirv-val's message if the module is invalid, or if there is no spirv-val."""
     _tool("spirv-val", ["--target-env", ENVIRONMENT, "-"], code)
 
 

@@ -1,8 +1,8 @@
-"""What the graph passes, the plan and the pipeline need of a target, and how operators become kernels; targets fill in
-the rest.
+"""The base class of targets: what graph passes, plan and pipeline ask of a target, and how operators become kernels.
+Subclasses (cpu.py, rocm_target.py, vulkan_target.py) fill in the rest.
 
-An operator and an arch become a TensorIR kernel, by the target's `registry`. Calls with the same attributes
-and types share one. `plans` says which plan a workload has on an arch.
+In: an operator and an arch. Out: a TensorIR kernel, built by the target's `registry`. Calls with the same attributes
+and types share one kernel. `plans` decides which plan a workload has on an arch.
 """
 
 import importlib
@@ -37,52 +37,54 @@ from mlc_amd.schedules.runs import CELLS
 
 TensorTypes = dict[str, tuple[tuple[int, ...], str]]  # name: (shape, dtype)
 DEFAULT = "default"  # the origin of a plan that was not tuned
-# module and class, imported on demand
+# name: (module, class); modules are imported on demand
 TARGETS = {
     "cpu": ("cpu", "CpuTarget"),
     "rocm": ("rocm_target", "RocmTarget"),
     "vulkan": ("vulkan_target", "VulkanTarget"),
 }
-GENERIC = "generic"  # the operator of kernels that no operator of ours has
+GENERIC = "generic"  # the manifest's operator of generic kernels (generic.py)
 
 
 class Target(ABC):
     """Layouts, kernels and code of one target.
 
-    archs: what the artifact's kernels are made for. They share its launches, weights and activations, so layouts are
-    those of the first one. kv: type of the KV cache, a name of schedules/operators/attention.py. plans: by an arch's
-    name, callable(workload) -> (plan or None, where it comes from).
+    archs: the archs for which the artifact's kernels are compiled. They share launches, weights and activations, so
+    layouts follow from the first arch. kv: type of the KV cache, a name of schedules/operators/attention.py. plans: by
+    the arch's name, callable(workload) -> (plan or None, source of the plan).
     """
 
     kind: Literal["cpu", "rocm", "vulkan"]  # as in --target
-    query_dtype = "float32"  # of rotated queries, between RoPE and attention
-    layout: str  # of packed weights, as in compiler/quant
-    registry: Registry  # of its kernels
-    encoder_rows: tuple[int, ...]  # of steps of encoders
+    query_dtype = "float32"  # dtype of the queries after RoPE, the input of attention
+    layout: str  # layout of packed weights, a name in compiler/quant
+    registry: Registry  # builders of the target's kernels
+    encoder_rows: tuple[int, ...]  # numbers of rows of encoders' steps
 
     def __init__(self, archs: list, kv: str = KV_TYPE):
         self.archs, self.kv = archs, kv
         self.kernels: dict[str, tvm.tirx.PrimFunc] = {}  # name: kernel, for the first arch
-        self.workloads: dict[str, Operator] = {}  # name: what the kernel computes, of operators of ours
-        self.generic: dict[str, tvm.tirx.PrimFunc] = {}  # name: what the kernel computes, unscheduled, of all others
+        self.workloads: dict[str, Operator] = {}  # name: the operator that the kernel computes
+        self.generic: dict[str, tvm.tirx.PrimFunc] = {}  # name: the unscheduled PrimFunc of a generic kernel
         self.plans: dict[str, Callable[[Operator], tuple[Any | None, str]]] = {}
         self._names: dict[tuple, str] = {}  # (workload, types of arguments): name
-        self._added: dict[str, tvm.ir.GlobalVar] = {}  # name: the kernel in the module that is being made
+        self._added: dict[str, tvm.ir.GlobalVar] = {}  # name: the kernel's variable in the module that is being built
 
     # ---- what a target decides
 
     @staticmethod
     @abstractmethod
     def planes(fmt: str, n: int, k: int) -> TensorTypes:
-        """Plane name to (shape, dtype) of a packed n x k weight, in the order in which kernels take them."""
+        """{plane: (shape, dtype)} of a packed weight of n rows and k columns, in the order of a kernel's parameters."""
 
     @abstractmethod
     def functions(self, ctx: int) -> list[FunctionSpec]:
-        """The functions of a model for sequences of up to `ctx` tokens: "decode" of one row, and those of more rows."""
+        """The functions of a model for sequences of up to `ctx` tokens: "decode" with one row, and functions with more
+        rows."""
 
     def functions_of(self, config: ModelConfig, ctx: int, gpus: int = 1) -> list[FunctionSpec]:
-        """The functions of that model: `functions`, or an encoder's, which compute texts of up to `ctx` tokens each,
-        the largest many at once. gpus: that share it by tensor: they compute halves of long chunks side by side."""
+        """The functions of a model. For a decoder: `functions`. For an encoder: functions that compute whole texts, the
+        largest of them texts of `ctx` tokens. gpus: the number of GPUs that share the model by tensor; several GPUs
+        compute the two halves of long chunks at the same time, so they also get functions for halves."""
         if not config.encoder:
             found = self.functions(ctx)
             return found if gpus == 1 else [*found, *_halves(found)]
@@ -91,19 +93,19 @@ class Target(ABC):
 
     @abstractmethod
     def act_layout(self, m: int, kind: str) -> str:
-        """Layout (ops.LAYOUTS) in which linears take m tokens' activations for weights of that kind ("int8",
-        "float"); "": float32."""
+        """The layout (ops.LAYOUTS) in which linears take the activations of m tokens, for weights of `kind` ("int8" or
+        "float"). "" stands for float32."""
 
     def expert_layout(self, m: int, formats: list[Format]) -> str:
-        """The same for linears of experts, whose weights have these formats."""
+        """Like `act_layout`, for linears of experts whose weights have these formats."""
         return self.act_layout(m, formats[0].kind)
 
     def head_layout(self, m: int, kind: str, k: int) -> str:
-        """The same for linears with a matrix of k columns for each head."""
+        """Like `act_layout`, for linears with one matrix of k columns for each head."""
         return self.act_layout(m, kind)
 
     def layer(self, attention: AttentionConfig, ctx: int) -> Attention:
-        """What the kernels of a layer with that attention compute, at a capacity of `ctx` tokens."""
+        """The description of a layer's attention for kernels, at a capacity of `ctx` tokens."""
         a = attention
         window, chunk = (size if size < ctx else 0 for size in (a.window, a.chunk))
         shape = a.heads, a.kv_heads, a.columns, ctx
@@ -112,7 +114,7 @@ class Target(ABC):
         return Attention(*shape, scale, window, a.softcap, a.sinks, chunk, kv, values)
 
     def spans(self, config: ModelConfig, ctx: int) -> dict[str, int]:
-        """Cache tensor to the span of its layer: those of the same span share pages. States have STATE."""
+        """{cache tensor: span of its layer}. Tensors of the same span share pages. Tensors of states have STATE."""
         found = {i: self.layer(a, ctx) for i, a in _own_caches(config) if not config.encoder}
         spans = {f"{which}.{i}": layer.span for i, layer in found.items() for which in layer.cache}
         others = {**indexers(config, ctx), **compressed_caches(config, ctx)}
@@ -120,16 +122,16 @@ class Target(ABC):
 
     @abstractmethod
     def expert_tile(self, m: int) -> int:
-        """Slots of a tile of one expert in a step of m rows: rows that its matrix products take at once. 1: the rows
-        are few enough to be computed slot by slot, without sorting them."""
+        """The number of slots in a tile of one expert, in a step of m rows: the rows that the expert's matrix products
+        take together. 1: there are so few rows that slots are computed one by one, without sorting them by expert."""
 
     @abstractmethod
     def cache_types(self, attention: AttentionConfig, ctx: int) -> TensorTypes:
-        """{"k": .., "v": ..}: (shape, dtype) of the tensors of `Attention.cache`, of a layer with that attention."""
+        """{"k": (shape, dtype), "v": ..}: the tensors of `Attention.cache` for a layer with this attention."""
 
     def kv_types(self, config: ModelConfig, ctx: int) -> TensorTypes:
-        """Cache tensor name ("k.0", "v.0" .., those of `state_types`) to (shape, dtype). Layers that attend to another
-        one's have none."""
+        """{cache tensor: (shape, dtype)}. Tensors are named "k.0", "v.0" and so on, and as in `state_types`. Layers
+        that attend to the keys of another layer have no tensors."""
         caches = {f"{which}.{i}": of for i, a in _own_caches(config) for which, of in self.cache_types(a, ctx).items()}
         caches |= {name: (op.cache_shape(), "float16") for name, op in indexers(config, ctx).items()}
         caches |= {name: (shape, "float16") for name, shape in compressed_caches(config, ctx).items()}
@@ -137,7 +139,8 @@ class Target(ABC):
 
     @staticmethod
     def state_types(config: ModelConfig, ctx: int) -> TensorTypes:
-        """The states of layers that keep one for each sequence, name to (shape, dtype): "conv.3" .., by cell."""
+        """{name: (shape, dtype)} of the states of layers that keep one state for each sequence. Names are "conv.3" and
+        so on; the first axis is the cell."""
         shapes = {
             f"{name}.{i}": shape
             for i, layer in enumerate(config.layers)
@@ -146,37 +149,39 @@ class Target(ABC):
         }
         return {name: ((CELLS, *shape), "float32") for name, shape in (shapes | averages(config, ctx)).items()}
 
-    fuses_rope = False  # decode attention rotates and writes the cache itself
-    fuses_route = False  # one kernel makes the norm, the logits and the choice of a token's experts
+    fuses_rope = False  # decode attention applies RoPE and writes the cache itself
+    fuses_route = False  # one kernel computes a token's norm, router logits and choice of experts
 
     def rotates_back(self, rotation: int) -> bool:
-        """Whether attention of single rows multiplies its outputs by Hadamard matrices of that size itself."""
+        """Whether attention of single rows multiplies its results by Hadamard matrices of size `rotation` itself."""
         return False
 
     def attends_in_blocks(self, chunk: bool) -> bool:
-        """Whether kernels of attention produce int8 blocks; chunk: those of more than single rows."""
+        """Whether attention kernels can write int8 blocks. chunk: the kernels for steps that contain a chunk."""
         return True
 
     def norm_place(self, before: Linear | AllReduce | None, readers: Sequence[Linear | GateUp]) -> NormPlace:
-        """Where a norm of all rows is computed. before: the linear of a single segment that computes its input, or the
-        exchange that adds it up, if it is one; readers: all that reads it (compiler/passes/fuse_norms.py)."""
+        """Where a norm of all rows is computed: "launch" by its own kernel, "computed" by its readers, "deferred"
+        prepared by the kernel before and completed by its readers. before: the operator that computes the norm's input,
+        if it is a linear of a single segment or an exchange (the sum); else None. readers: all operators that read the
+        norm (compiler/passes/fuse_norms.py)."""
         return "launch"
 
     def joins(self, product: str, total: str) -> bool:
-        """Whether there is a kernel that computes one of that name, and exchanges its result as one of the other."""
+        """Whether a joint kernel exists that replaces the kernel `product` and the exchange kernel `total` after it."""
         return False
 
     def attention_workspace(self, attention: AttentionConfig, ctx: int, single: int) -> TensorTypes:
-        """Further tensors that attention of that kind takes for up to `single` single rows, and that live as long as
-        the cache: name to (shape, dtype). Zero at the start."""
+        """{name: (shape, dtype)} of further tensors that kernels of this attention take, for up to `single` single
+        rows. They live as long as the cache, and are zero at the start."""
         return {}
 
     def route_workspace(self, experts: ExpertsConfig) -> TensorTypes:
-        """The same of one token's choice among experts."""
+        """Like `attention_workspace`, for the kernel that chooses the experts of one token."""
         return {}
 
     def workspace(self, layer: LayerConfig, ctx: int) -> TensorTypes:
-        """All of a layer's, in all functions: the largest of each name."""
+        """The workspaces of a layer, for all functions: the largest tensor of each name."""
         found: TensorTypes = {}
         for spec in self.functions(ctx):
             workspace = self.attention_workspace(layer.attention, ctx, spec.single) if layer.attention else {}
@@ -189,14 +194,14 @@ class Target(ABC):
     @property
     @abstractmethod
     def description(self) -> ManifestTarget:
-        """The manifest's `target`."""
+        """The value of `target` in the manifest."""
 
     @abstractmethod
     def compile_kernels(
         self, mod: tvm.IRModule, directory: Path, progress, workers: Workers, joint: Sequence[tuple[str, str]] = ()
     ) -> dict:
-        """Builds the module's kernels into `directory`; returns what the device needs to find them, as manifest
-        entries. joint: pairs of kernels that become one launch, too (`joins`)."""
+        """Compiles the module's kernels into `directory`. Returns the manifest's entries with which the device finds
+        them. joint: pairs of kernels for which a joint kernel is compiled too (`joins`)."""
 
     @abstractmethod
     def compile_arch(
@@ -207,14 +212,15 @@ class Target(ABC):
         step=lambda name: None,
         workers: Workers = ALONE,
     ) -> tuple[str, dict[str, dict]]:
-        """Builds kernels for one of `archs`: the file in `directory`, and what a call of each launches, {kernel:
-        {"scratch": [bytes], "steps": [launch]}}, see dist/README.md. step(name): called when a kernel is done."""
+        """Compiles kernels for one of `archs`. Returns (name of the file in `directory`, {kernel: {"scratch": [bytes],
+        "steps": [launch]}}), the launches of one call, see dist/README.md. step(name): called when a kernel is
+        compiled."""
 
     # ---- operators to kernels
 
     def select_kernels(self, mod: tvm.IRModule) -> tvm.IRModule:
-        """Replaces every operator of ours by a call of its kernel; standard operators that no pass fused are fused with
-        one another and get generic kernels. UserError for an operator that has none."""
+        """Replaces every operator of this project by a call of its kernel. Relax's own operators that no pass fused are
+        fused with one another, and get generic kernels. Raises UserError for an operator without a kernel."""
         self._added = {}
         makers: dict[str, Any] = {ops.PREFIX + name: self._call for name in operators.OPERATORS}
         with tvm.target.Target("llvm"):
@@ -226,17 +232,17 @@ class Target(ABC):
         return generic.replaced(mod, scheduled)
 
     def plan(self, workload: Operator, arch) -> tuple[Any | None, str]:
-        """(plan, where it comes from) of the workload's kernel on that arch; None: the kernel's default plan."""
+        """(plan, source of the plan) of the workload's kernel on an arch. Plan None: the kernel's default plan."""
         find = self.plans.get(arch.name)
         return find(workload) if find else (None, DEFAULT)
 
     def build(self, workload: Operator, arch, name: str, plan=None) -> tvm.tirx.PrimFunc:
-        """The workload's kernel for an arch. Parameters are the operator's inputs, tuples flattened, then its outputs.
-        ValueError or UserError for what the arch cannot run."""
+        """The workload's kernel for an arch. Its parameters are the operator's inputs, with tuples flattened, then the
+        results. Raises ValueError or UserError for a kernel that the arch cannot run."""
         return self.registry.builders[type(workload)](workload, arch, name, plan)
 
     def kernel(self, name: str, arch) -> tvm.tirx.PrimFunc:
-        """The kernel of that name for an arch, with the plan that its workload has there."""
+        """The kernel `name` for an arch, built with the plan of its workload on this arch."""
         if arch is self.archs[0]:
             return self.kernels[name]
         if name in self.generic:
@@ -245,8 +251,8 @@ class Target(ABC):
         return self.build(workload, arch, name, self.plan(workload, arch)[0])
 
     def facts(self, name: str) -> dict:
-        """What a kernel's entry in the manifest says of its operator: see dist/README.md. A generic kernel's bytes and
-        operations are not counted."""
+        """The description of a kernel's operator in the manifest, see dist/README.md. Bytes and operations of generic
+        kernels are not counted."""
         found = buffers(self.kernels[name])
         if name in self.generic:
             roles = generic.roles(self.generic[name])
@@ -262,7 +268,7 @@ class Target(ABC):
         return about | costs.manifest
 
     def origins(self, name: str) -> dict[str, dict]:
-        """By arch, where a kernel's plan comes from, and the plan (None: the kernel's own)."""
+        """{arch: {"from": source of the kernel's plan, "plan": the plan, None for the kernel's default}}."""
         found = {}
         for arch in self.archs:
             plan, source = self.plan(self.workloads[name], arch) if name in self.workloads else (None, DEFAULT)
@@ -270,20 +276,20 @@ class Target(ABC):
         return found
 
     def _call(self, bb, call):
-        """The call of the operator's kernel: inputs, flattened, then outputs."""
+        """The call of the operator's kernel. Arguments: inputs, with tuples flattened, then results."""
         op = ops.operator_of(call)
         assert op
         label, workload = op.label, op.workload
         inputs = [item for arg in call.args[: op.arguments] for item in _fields(bb, arg)]
         outputs = parts_of(call.ty)
-        key = (workload, tuple(tvm_ffi.structural_hash(arg.ty) for arg in call.args))  # printing them takes long
+        key = (workload, tuple(tvm_ffi.structural_hash(arg.ty) for arg in call.args))  # printing types is slow
         if key not in self._names:
             name = label if label not in self.kernels else f"{label}_{len(self.kernels)}"
             self._names[key], self.workloads[name] = name, workload
             arch = self.archs[0]
             self.kernels[name] = self.build(workload, arch, name, self.plan(workload, arch)[0])
         name = self._names[key]
-        if name not in self._added:  # the builder would look for an equal one, which takes long
+        if name not in self._added:  # avoids the builder's slow search for an equal function
             self._added[name] = bb.add_func(self.kernels[name], name)
         gv = self._added[name]
         if written := op.written:
@@ -294,7 +300,7 @@ class Target(ABC):
 
 
 def _halves(functions: Sequence[FunctionSpec]) -> Iterator[FunctionSpec]:
-    """Of the functions for the longest chunks."""
+    """Functions for half-length chunks, one for each function of the longest chunks."""
     longest = max(spec.m for spec in functions)
     names = {spec.name for spec in functions}
     for spec in functions:
@@ -305,7 +311,7 @@ def _halves(functions: Sequence[FunctionSpec]) -> Iterator[FunctionSpec]:
 
 
 def _own_caches(config: ModelConfig) -> Iterator[tuple[int, AttentionConfig]]:
-    """The layers with keys and values of their own: number, attention."""
+    """(number, attention) of the layers with their own keys and values."""
     return (
         (i, layer.attention)
         for i, layer in enumerate(config.layers)
@@ -314,15 +320,15 @@ def _own_caches(config: ModelConfig) -> Iterator[tuple[int, AttentionConfig]]:
 
 
 def _fields(bb, arg) -> list:
-    """A tuple's fields as variables; anything else as it is."""
+    """The fields of a tuple as variables. For anything else: a list of `arg` alone."""
     if not isinstance(arg.ty, relax.TupleType):
         return [arg]
     return [bb.emit(relax.TupleGetItem(arg, i)) for i in range(len(fields_of(arg.ty)))]
 
 
 def make_target(target: str, arch: str, kv: str = KV_TYPE) -> Target:
-    """The Target of a name in TARGETS, for an arch as in --arch and a type of the KV cache. UserError for unknown
-    ones."""
+    """The Target named `target` (a key of TARGETS). arch: as of --arch; kv: type of the KV cache. Raises UserError for
+    unknown names."""
     if target not in TARGETS:
         raise UserError(f"unknown target '{target}'; known: {', '.join(TARGETS)}")
     if kv not in get_args(KvType):

@@ -1,6 +1,7 @@
-"""The vulkan target: kernels from schedules/gpu as SPIR-V, one file of modules for each profile of the artifact.
+"""The vulkan target: kernels from schedules/gpu, compiled to SPIR-V, one file of modules for each profile of the
+artifact.
 
-Profiles with matrix units go together in an artifact, those without go together.
+An artifact may combine profiles with matrix units, or profiles without them.
 """
 
 import re
@@ -14,12 +15,12 @@ from mlc_amd.runtime.artifact.manifest import ManifestTarget
 from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.schedules.gpu.base.probes import copy, fragment_probe
 
-COPY_BYTES = 64 << 20  # more than caches hold, when read and written
+COPY_BYTES = 64 << 20  # bytes of the copy that measures bandwidth: reading and writing them exceeds all caches
 
 
 class VulkanTarget(GpuTarget):
-    """Names are profiles of schedules/gpu/base/profiles.py or GPUs; changes of a profile by "+":
-    rdna3:matrix=none+wave=64."""
+    """The vulkan target. Archs: names of profiles (schedules/gpu/base/profiles.py) or of GPUs. Changes to a profile
+    follow a colon, separated by "+": rdna3:matrix=none+wave=64."""
 
     kind = "vulkan"
     resolve = staticmethod(profiles.resolve)

@@ -1,4 +1,4 @@
-"""Graph fusion. `fuse` runs them in the order that lets each see what it matches."""
+"""Graph fusion. `fuse` runs the passes in an order in which each pass sees the patterns that it matches."""
 
 from tvm import relax
 
@@ -15,10 +15,11 @@ from mlc_amd.compiler.passes.fuse_siblings import fuse_route, fuse_sibling_norms
 
 
 def fuse(mod, target):
-    """The decoder as emitted by the models to the decoder in fused operators (see compiler/ops.py)."""
-    used = relax.transform.DeadCodeElimination()  # passes that count what reads a value, or find pairs, see no more
+    """Fuses a module of operators (compiler/ops.py) as the models emit them. In: a Relax module, a Target. Out: a Relax
+    module of fewer, fused operators."""
+    used = relax.transform.DeadCodeElimination()  # passes that count readers or find pairs must not see dead values
     mod = quantize_activations(mod, target)
-    mod = relax.transform.EliminateCommonSubexpr()(mod)  # one quantization for all linears of an input
+    mod = relax.transform.EliminateCommonSubexpr()(mod)  # linears of the same input share its quantization
     mod = used(fuse_gate_up(mod))
     mod = fuse_siblings(mod)
     mod = fuse_residual(mod)

@@ -1,4 +1,4 @@
-"""Norms become part of the linears and exchanges around them: `fuse_norm_linear` and `defer_norms`."""
+"""Fuses norms into the linears and exchanges before and after them: `fuse_norm_linear` and `defer_norms`."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -13,18 +13,18 @@ from mlc_amd.schedules.operators.layouts import kind_of
 
 
 def _reads_norms(value) -> bool:
-    """Whether a value is a call whose kernel may compute or complete the norm of its input."""
+    """Whether a value is a call whose kernel can compute or complete the norm of its input."""
     return isinstance(ops.operator_of(value), (Linear, GateUp))
 
 
 def _is_norm(value) -> bool:
-    """Whether a value is an rms_norm of all rows that has one result."""
+    """Whether a value is an rms_norm of all rows with one result."""
     op = ops.operator_of(value)
     return isinstance(op, RmsNorm) and op.rows == "all" and not op.both
 
 
 def _norms_of_readers(func, target) -> dict[relax.Call, relax.Call]:
-    """Linears and gate_ups that compute their norm, with it."""
+    """{reader: norm} for the linears and gate_ups that compute the norm of their input themselves."""
     bound, readers = bound_in(func), readers_in(func)
     return {
         reader: norm
@@ -35,7 +35,7 @@ def _norms_of_readers(func, target) -> dict[relax.Call, relax.Call]:
 
 
 def _maker(bound, var) -> Any:
-    """What computes a variable: an exchange where it is its sum."""
+    """The call that computes a variable. If the variable is the sum of an exchange: this exchange."""
     value = bound.get(var)
     if isinstance(value, relax.TupleGetItem) and value.index == 0:
         call = bound.get(value.tuple_value)
@@ -44,7 +44,8 @@ def _maker(bound, var) -> Any:
 
 
 def _place(before, readers, target) -> NormPlace:
-    """Of a norm. before: what computes its input."""
+    """Where a norm is computed. before: the call that computes the norm's input. readers: the values that read the
+    norm."""
     if not all(map(_reads_norms, readers)):
         return "launch"
     op: Any = ops.operator_of(before)
@@ -53,8 +54,8 @@ def _place(before, readers, target) -> NormPlace:
 
 
 def fuse_norm_linear(mod, target):
-    """linear(rms_norm(x)), or gate_up of it, becomes one operator that computes the norm for itself, for targets whose
-    kernels do: where all that reads the norm can, so that it is no launch of its own any more."""
+    """linear(rms_norm(x)), or gate_up(rms_norm(x)), becomes one operator that computes the norm itself, for targets
+    with such kernels. Only done if all readers of the norm can compute it, so that the norm's own launch disappears."""
 
     def rule_of(func):
         norms = _norms_of_readers(func, target)
@@ -73,8 +74,8 @@ def fuse_norm_linear(mod, target):
 
 
 class _Deferred(NamedTuple):
-    """norm: the call; layout: in which it is prepared; scaled_by: the call that gives the scales of the norm before,
-    which the layout "lanes" takes, or None."""
+    """A norm that is deferred. norm: its call. layout: the layout in which it is prepared. scaled_by: for the layout
+    "lanes", the call that returns the scales of the norm before; None for other layouts."""
 
     norm: Any
     layout: str
@@ -82,8 +83,8 @@ class _Deferred(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """prepared: linear or exchange to the norm that it prepares; completed: reader to the norm that it completes;
-    giving: norms that stay and give their scales."""
+    """prepared: {linear or exchange: the norm that it prepares}. completed: {reader: the norm that it completes}.
+    giving: the norms that keep their launch and also return their scales."""
 
     prepared: dict[relax.Call, _Deferred]
     completed: dict[relax.Call, _Deferred]
@@ -94,10 +95,10 @@ def _plan(func, target) -> _Plan:
     bound, readers = bound_in(func), readers_in(func)
     variable: dict[Any, Any] = {value: var for var, value in bound.items()}
     prepared, completed = {}, {}
-    last: dict[tuple, Any] = {}  # (rows, columns) of a norm's input to the last call that gives its scales
+    last: dict[tuple, Any] = {}  # (rows, columns) of a norm's input: the last call that can return scales for it
 
     def completes(norm, before) -> list:
-        """The readers of a norm of the call `before`, if all of them complete it."""
+        """The readers of `norm`, whose input the call `before` computes, if all of them complete it; else []."""
         var = variable[norm]
         found = readers.get(var, [])
         able = _place(before, found, target) == "deferred" and all(reader.args[1].same_as(var) for reader in found)
@@ -139,14 +140,14 @@ def _rows(norm) -> tuple:
 class _Deferrer:
     def __init__(self, plan: _Plan):
         self.plan = plan
-        self.scales = {}  # of calls that give them
-        self.made = {}  # norm to what the linear or exchange of its input prepared: x * g, squares
+        self.scales = {}  # call: the scales that it returns
+        self.made = {}  # norm: what the linear or exchange before it prepared, x * g and sums of squares
 
     def __call__(self, call, rewriter):
         plan, visit = self.plan, rewriter.visit_expr
 
         def emit(op: Operator, args) -> list:
-            """The parts of its result."""
+            """Emits a call. Returns the parts of its result."""
             var = rewriter.builder_.emit(ops.call(op, args))
             return [rewriter.builder_.emit(relax.TupleGetItem(var, i)) for i in range(len(parts_of(var.ty)))]
 
@@ -178,11 +179,12 @@ class _Deferrer:
 
 
 def defer_norms(mod, target):
-    """An rms_norm between linears of few tokens leaves no launch: the linear that computes its input, or the exchange
-    that adds it up, prepares it, and those that read it complete it (schedules/gpu/linear/deferred_norm.py), for
-    targets whose kernels do.
+    """Removes the launch of an rms_norm between linears of few tokens, for targets with such kernels: the linear that
+    computes the norm's input, or the exchange that adds it up, prepares the norm, and its readers complete it
+    (schedules/gpu/linear/deferred_norm.py).
 
-    What is prepared in the layout "lanes" is scaled like the norm before, of the same residual stream. So the first
-    norm of a function stays, and gives its scales; each one that a linear completes gives the next one's.
+    A norm that is prepared in the layout "lanes" is scaled like the norm before it on the same residual stream. So the
+    first norm of a function keeps its launch and returns its scales; every call that completes a norm returns the
+    scales for the next norm.
     """
     return rewrite_functions(mod, lambda func: _Deferrer(_plan(func, target)))

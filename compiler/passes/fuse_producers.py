@@ -1,4 +1,4 @@
-"""Passes whose rule looks at a call and at what makes its arguments."""
+"""Fusion passes whose rule looks at a call and at the calls that produce its arguments."""
 
 from dataclasses import replace
 from typing import cast
@@ -24,25 +24,25 @@ from mlc_amd.schedules.operators import (
     RopeKvWrite,
 )
 
-BLOCK = 32  # columns
+BLOCK = 32  # columns that share a scale
 LINEARS = (Linear, HeadLinear, ExpertGateUp, ExpertLinear, ExpertDown)
 ADDING = (Linear, ExpertDown, Combine)
 QUANTIZING = (Activate, Norm, CausalAttention, Quantize, Gate, GateUp, Gather, ExpertGateUp)
 BLOCKS = ("tiles", "rows")  # layouts of int8 blocks
-# Relax operator of an activation: its name in schedules
+# Relax's name of an activation function: its name in schedules
 ACTIVATIONS = {"relax.nn.silu": "silu", "relax.nn.gelu_tanh": "gelu"}
 
 
 def quantize_activations(mod, target):
-    """Inserts `quantize` before every linear that does not take float32 activations, in the layout that the target's
-    linears want."""
+    """Inserts `quantize` before every linear whose kernel does not take float32 activations, in the layout that the
+    target's linears take."""
 
     def rule(call, producer):
         op = ops.operator_of(call)
         if not isinstance(op, LINEARS) or (isinstance(op, Linear) and op.exact):
             return None
         if isinstance(op, Linear | HeadLinear) and op.k % BLOCK:
-            return None  # float weights: no layout of ours has part of a block
+            return None  # float weights; layouts consist of whole blocks
         formats = [FORMATS[fmt] for fmt in op.formats]
         if isinstance(op, Linear):
             layout = target.act_layout(op.m, formats[0].kind)
@@ -62,7 +62,8 @@ def quantize_activations(mod, target):
 
 
 def fuse_gate_up(mod):
-    """act(linear(h, gate)) * linear(h, up) becomes one `gate_up`, so that gate and up never reach memory."""
+    """act(linear(h, gate)) * linear(h, up) becomes one `gate_up`, so that the results of gate and up are never written
+    to memory."""
 
     def rule(call, producer):
         if getattr(call.op, "name", "") != "relax.multiply":
@@ -86,7 +87,7 @@ def fuse_gate_up(mod):
 
 
 def fuse_residual(mod):
-    """add(x, linear(h)) becomes a linear (or another of ADDING) with the residual as its last input."""
+    """add(x, linear(h)) becomes a linear (or another operator of ADDING) with the residual x as its last argument."""
 
     def rule(call, producer):
         if getattr(call.op, "name", "") != "relax.add":
@@ -104,8 +105,9 @@ def fuse_residual(mod):
 
 
 def fuse_quantize(mod, target):
-    """quantize(f(x)) becomes f with a quantized output, for activations and the producers that can; attention and gates
-    can if their heads are whole blocks, attention where the target's kernels do."""
+    """quantize(f(x)) becomes f with a quantized result, where f is an activation or an operator of QUANTIZING. For
+    layouts of int8 blocks, the heads of attention and gates must be whole blocks, and the target's attention kernels
+    must support it."""
 
     def rule(call, producer):
         quantize = ops.operator_of(call)
@@ -128,14 +130,14 @@ def fuse_quantize(mod, target):
 
 
 def _attends_in(op: CausalAttention, layout: str, target) -> bool:
-    """Whether its kernel can produce that layout."""
+    """Whether the kernel of this attention can write its result in the layout."""
     whole = op.layer.value_d % BLOCK == 0
     return not layout.startswith(BLOCKS) or (whole and target.attends_in_blocks(op.m > op.single))
 
 
 def fuse_rotation(mod, target):
-    """quantize(attention(x)) that multiplies by Hadamard matrices becomes attention that does, of single rows, where
-    the target's can."""
+    """quantize(attention(x)) whose quantize multiplies by Hadamard matrices becomes an attention that multiplies by
+    them itself; for single rows only, and for targets whose kernels can."""
 
     def rule(call, producer):
         op = ops.operator_of(call)
@@ -154,8 +156,8 @@ def fuse_rotation(mod, target):
 
 def fuse_rope(mod, target):
     """attention(rope_kv_write(q, k, v)) of single rows becomes one `rope_attention`, for targets whose decode attention
-    rotates for itself. Latent attention has a kernel of its own for that, as has attention whose heads are multiplied
-    by Hadamard matrices."""
+    applies RoPE itself. Not for latent attention, which has its own kernel for this, nor for attention whose heads are
+    multiplied by Hadamard matrices."""
 
     def rule(call, producer):
         op = ops.operator_of(call)
@@ -169,7 +171,7 @@ def fuse_rope(mod, target):
         rope = producer(rotated)
         if isinstance(ops.operator_of(rope), RopeKvWrite):
             inputs = [*rope.args[2:], *cache]
-        else:  # q is the first of its outputs, and the caches are its last inputs
+        else:  # q is the first result of rope_kv_write, and the caches are its last arguments
             rope = producer(rope.tuple_value)
             inputs = rope.args[3:]
         rotation = cast(RopeKvWrite, ops.operator_of(rope)).rope

@@ -1,5 +1,5 @@
-"""Calls of the same input become one, and so do the calls that choose experts. The fused call stands where the first of
-them stood: all else that they take is the same or a parameter."""
+"""Merges calls that read the same input (linears, norms), and the calls that choose experts. The merged call is placed
+where the first of the calls was: its other arguments are the same in all calls, or parameters."""
 
 from dataclasses import fields, replace
 from typing import Any, cast
@@ -15,7 +15,8 @@ from mlc_amd.schedules.operators.experts import Routing
 
 
 class _Linears:
-    """Plain linears of one input (q, k and v), all with integer or all with float weights."""
+    """Merges plain linears of one input (such as q, k and v) into one linear of several segments. All of them have
+    integer weights, or all have float weights."""
 
     def __init__(self, func):
         groups = {}
@@ -42,8 +43,8 @@ class _Linears:
 
 
 class _Norms:
-    """Pairs of a norm with a layout and one with the float32 result, of the same arguments and attributes, as experts
-    and their router need them; they become one norm with both results."""
+    """Merges two norms with the same arguments and attributes, one with a quantized result and one with a float32
+    result, into one norm with both results. Experts and their router need these two."""
 
     def __init__(self, func):
         groups = {}
@@ -74,16 +75,17 @@ class _Norms:
 
 
 def fuse_siblings(mod):
-    """One launch for the linears of an input, one pass over it."""
+    """Linears of one input become one launch, which reads the input once."""
     return rewrite_functions(mod, _Linears)
 
 
 def fuse_sibling_norms(mod):
+    """Two norms of one input, one with a quantized and one with a float32 result, become one."""
     return rewrite_functions(mod, _Norms)
 
 
 def _chains(func) -> list[tuple[relax.Call, relax.Call, relax.Call]]:
-    """(norm, linear of float weights, route) whose intermediate results are float32."""
+    """The chains (norm, linear with float weights, route) of one row with float32 intermediate results."""
     bound = bound_in(func)
     found = []
     for route in bound.values():
@@ -95,7 +97,7 @@ def _chains(func) -> list[tuple[relax.Call, relax.Call, relax.Call]]:
         if not (isinstance(of, Linear) and of.plain and FORMATS[of.formats[0]].kind == "float"):
             continue
         norm: Any = bound.get(linear.args[1])
-        if isinstance(norm, relax.TupleGetItem):  # the float32 result is the last of both
+        if isinstance(norm, relax.TupleGetItem):  # a norm with both results: the float32 one is the last
             norm = (
                 bound.get(norm.tuple_value)
                 if norm.index == len(fields_of(cast(relax.TupleType, norm.tuple_value.ty))) - 1
@@ -108,7 +110,8 @@ def _chains(func) -> list[tuple[relax.Call, relax.Call, relax.Call]]:
 
 
 class _Route:
-    """The fused call stands where the norm stood: everything else that it takes is a parameter."""
+    """Merges the chains of `_chains`. The merged call is placed where the norm was: its other arguments are
+    parameters."""
 
     def __init__(self, func):
         self.chains = {chain[0]: chain for chain in _chains(func)}
@@ -128,7 +131,7 @@ class _Route:
 
 
 def _norm_route(norm, linear, route) -> tuple[list, NormRoute]:
-    """(inputs, operator)."""
+    """(arguments, operator) of the merged call."""
     n, w, r = cast(RmsNorm, ops.operator_of(norm)), cast(Linear, ops.operator_of(linear)), ops.operator_of(route)
     routing: Any = {of.name: getattr(r, of.name) for of in fields(Routing) if of.name != "m"}
     own = {"eps": n.eps, "layout": n.layout, "both": n.both, "fmt": w.formats[0], "router_bias": w.biases[0]}
@@ -136,6 +139,6 @@ def _norm_route(norm, linear, route) -> tuple[list, NormRoute]:
 
 
 def fuse_route(mod, target):
-    """route(linear(rms_norm(x))) of one token becomes one `norm_route`, which gives the norm's results as well, for
-    targets that have such a kernel."""
+    """route(linear(rms_norm(x))) of one token becomes one `norm_route`, which also returns the results of the norm, for
+    targets that have a kernel for it."""
     return rewrite_functions(mod, _Route) if target.fuses_route else mod

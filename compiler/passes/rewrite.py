@@ -1,8 +1,8 @@
-"""How a fusion pass rewrites: one rule, tried on every call of every Relax function, in order. What a rewrite leaves
-unused stays until dead code is eliminated, which passes that see whole functions need before them.
+"""How fusion passes rewrite: a rule is tried on every call of every Relax function, in order. Values that become unused
+stay until dead code elimination; passes that look at whole functions need it to run before them.
 
-`rewrite` is for rules that look at a call and at what it reads; `rewrite_functions` for those that must see a whole
-function (`bound_in`, `readers_in`) before they rewrite it.
+`rewrite` is for rules that look at a call and at the values that it reads. `rewrite_functions` is for rules that look
+at a whole function first (`bound_in`, `readers_in`).
 """
 
 from collections.abc import Callable
@@ -27,13 +27,14 @@ class _Rewriter(PyExprMutator):
 
 
 def bound_in(func: relax.Function) -> dict[Any, Any]:
-    """Variable to what it is bound to, in a Relax function."""
+    """{variable: the value that it is bound to} of a Relax function."""
     blocks: Any = func.body
     return {binding.var: binding.value for block in blocks.blocks for binding in block.bindings}
 
 
 def readers_in(func: relax.Function) -> dict[Any, list]:
-    """Variable to the values that read it, what the function returns among them; once for each time."""
+    """{variable: the values that read it} of a Relax function. The returned value is a reader too. A value that reads a
+    variable twice is listed twice."""
     readers: dict[Any, list] = {}
 
     def note(value):
@@ -48,8 +49,9 @@ def readers_in(func: relax.Function) -> dict[Any, list]:
 
 
 def rewrite_functions(mod: tvm.IRModule, rule_of: Callable[[relax.Function], Callable]) -> tvm.IRModule:
-    """Applies rule_of(function)(call, rewriter) -> Expr | None to all calls of each Relax function. The call's
-    arguments are as they were: `rewriter.visit_expr` rewrites them, `rewriter.builder_` emits further values."""
+    """Applies rule_of(function)(call, rewriter) -> Expr | None to all calls of each Relax function; None leaves the
+    call as it is. The arguments of the call are not rewritten yet: `rewriter.visit_expr` rewrites them.
+    `rewriter.builder_` emits further values."""
     made = mod.clone()
     for gv, func in functions(mod).items():
         if isinstance(func, relax.Function):
@@ -58,8 +60,8 @@ def rewrite_functions(mod: tvm.IRModule, rule_of: Callable[[relax.Function], Cal
 
 
 def rewrite(mod: tvm.IRModule, rule: Callable) -> tvm.IRModule:
-    """Applies rule(call, producer) -> Expr | None to all calls. The call's arguments are already rewritten; `producer`
-    gives the expression that a variable is bound to."""
+    """Applies rule(call, producer) -> Expr | None to all calls; None leaves the call as it is. The arguments of the
+    call are already rewritten. producer(value): the expression to which a variable is bound."""
 
     def apply(call, rewriter):
         call = rewriter.visit_expr_post_order(call)

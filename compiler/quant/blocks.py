@@ -1,4 +1,4 @@
-"""GGUF blocks to a form that all formats share. Only this knows how ggml lays out a block.
+"""Converts GGUF blocks to codes and scales in a form that all formats share. Only this module knows ggml's layouts.
 
 In: a format's name and `Blocks`, the raw blocks of some rows. Out: (codes, scales):
 
@@ -9,7 +9,7 @@ In: a format's name and `Blocks`, the raw blocks of some rows. Out: (codes, scal
 NT tiles of 16 rows, KB = K/32. Rows are transposed to the innermost axis first, four bytes at a time; everything after
 that is bit arithmetic on long contiguous runs, four codes a word. Sources of the layouts: ggml-common.h (structs) and
 ggml-quants.c (dequantize_row_*) of ggml, quants.py of gguf-py. A column in a comment counts within its block or
-super-block; all is little-endian.
+super-block; everything is little-endian.
 """
 
 from collections.abc import Callable
@@ -205,7 +205,8 @@ def mxfp4(b: Blocks):
 
 
 def _e5m3_of_ue4m3() -> np.ndarray:
-    """The byte for half of each UE4M3 (ggml_ue4m3_to_fp32): 0x7F stands for 0, the sign bit for nothing."""
+    """For each UE4M3 byte (ggml_ue4m3_to_fp32), the E5M3 byte of half its value. 0x7F stands for 0; the sign bit is
+    ignored."""
     byte = np.arange(256)
     exponent, mantissa = byte >> 3 & 15, byte & 7
     value = np.where(exponent, (8 + mantissa) * 2.0 ** (exponent - 11), mantissa * 2.0**-10)
@@ -228,15 +229,15 @@ def tq2_0(b: Blocks):
 
 # ---- types that are compressed further: vectors of a codebook (iq1, iq2, iq3) and digits to base 3 (tq1_0)
 #
-# A codebook's entry is four or eight weights; here it becomes one or two words of codes, whose values are the format's
-# table (`mlc_amd.schedules.formats`). The codebooks are gguf-py's, which has them from ggml-common.h (iq2xxs_grid and
-# so on). Sub-scales are odd: d * (0.5 + s) is d/2 * (2*s + 1).
+# An entry of a codebook is four or eight weights. Here it becomes one or two words of codes; the format's table
+# (`mlc_amd.schedules.formats`) has the value of each code. The codebooks are gguf-py's, which are those of
+# ggml-common.h (iq2xxs_grid and so on). Sub-scales are odd: d * (0.5 + s) is d/2 * (2*s + 1).
 
 
 @cache
 def _grid(name: str, values: tuple[int, ...]) -> np.ndarray:
-    """A type's codebook as words of codes, uint32 [words of an entry, entries]: the places of its numbers in
-    `values`."""
+    """A type's codebook as words of codes, uint32 [words of an entry, entries]. A code is the index of a weight's value
+    in `values`."""
     kind = getattr(gguf.quants, name)
     kind.init_grid()
     codes = np.array([values.index(int(v)) for v in kind.grid.flat], np.uint8)
@@ -245,8 +246,8 @@ def _grid(name: str, values: tuple[int, ...]) -> np.ndarray:
 
 @cache
 def _sign_words(bits: int) -> np.ndarray:
-    """uint32 [2, 2**bits]: bit i of the index in byte i % 4 of word i // 4. With 7 bits the eighth makes their number
-    even (ksigns_iq2xs)."""
+    """Words of signs, uint32 [2, 2**bits]: bit i of the index is in byte i % 4 of word i // 4. With bits = 7, the
+    eighth sign makes the number of set bits even (ksigns_iq2xs)."""
     index = np.arange(1 << bits)[:, None] >> np.arange(8) & 1
     if bits == 7:
         index[:, 7] = index.sum(1) & 1
@@ -254,7 +255,7 @@ def _sign_words(bits: int) -> np.ndarray:
 
 
 def _looked_up(words: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """The entries [NT, NB, n, 16] of a table of words [w, entries] as [NT, NB, n, w, 16]."""
+    """The entries of a table. words: uint32 [w, entries]; index: [NT, NB, n, 16]. Returns uint32 [NT, NB, n, w, 16]."""
     out = np.empty((*index.shape[:3], len(words), index.shape[3]), np.uint32)
     for i, column in enumerate(words):
         out[..., i, :] = column[index]
@@ -262,7 +263,8 @@ def _looked_up(words: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 def _signed(entries: np.ndarray, signs: np.ndarray, bit: int) -> np.ndarray:
-    """Codes: words of magnitudes with words of signs (of equal size) at that bit."""
+    """Codes from words of magnitudes and words of signs, which have equal shapes. bit: the place of the sign in a
+    code."""
     return _codes_of(_or_shifted(entries, signs, bit))
 
 
@@ -324,9 +326,9 @@ def iq3_s(b: Blocks):
 
 
 def _iq1(b: Blocks, low: np.ndarray, high: np.ndarray, minus: np.ndarray) -> np.ndarray:
-    """Codes of entries with these low 8 and high 3 bits of their indices [NT, NB, 32, 16]; minus: 1 where delta is
-    subtracted."""
-    # the values with delta added, as the codebook has them without
+    """The codes of entries. low, high: the low 8 and the high 3 bits of their indices, [NT, NB, 32, 16]. minus: 1 where
+    delta is subtracted."""
+    # The codebook has values without delta; IQ1_VALUES[:3] are the same ones with delta added.
     entries = _looked_up(_grid("IQ1_S", tuple((v - 1) // 8 for v in IQ1_VALUES[:3])), low | high.astype(np.uint16) << 8)
     entries |= (minus.astype(np.uint32) * np.uint32(0x04040404))[:, :, :, None]
     return _codes_of(entries)
@@ -363,7 +365,7 @@ def tq1_0(b: Blocks):
 
 
 def _digits(words: np.ndarray, count: int) -> np.ndarray:
-    """Digits to base 3 of every byte, first ones first: [NT, NB, n, 16] to [NT, NB, count * n, 16]."""
+    """The digits to base 3 of every byte, most significant first: [NT, NB, n, 16] to [NT, NB, count * n, 16]."""
     pairs = np.uint32(0x00FF00FF)
     even, odd = words & pairs, words >> np.uint32(8) & pairs
     digits = np.empty((*words.shape[:2], count, *words.shape[2:]), np.uint32)

@@ -1,12 +1,14 @@
-"""Converts GGUF rows to the planes of a target's layout: lossless, vectorized, in pieces that fit the cache.
+"""Converts GGUF rows to the planes of a target's layout: lossless, vectorized, in pieces that fit the CPU's cache.
 
-In: rows of a tensor as GGUF stores them. Out: planes, name -> array, in the layout "tile16"
-(`mlc_amd.schedules.cpu.linear.planes`) or "rows" (`mlc_amd.schedules.gpu.base.planes`). Rows, or tiles of 16, are the
-outermost axis of every plane: a tensor can be repacked in chunks of rows (multiples of 16, but for the last), by
-several threads (numpy releases the GIL), and each plane's chunks written one after the other.
+In: rows of a tensor as GGUF stores them. Out: planes, {name: array}, in the layout "tile16"
+(`mlc_amd.schedules.cpu.linear.planes`) or "rows" (`mlc_amd.schedules.gpu.base.planes`).
 
-Both layouts hold the same 32-bit words of codes and the same scales: what is [NT, x, 16 rows] in one is [NT * 16, x] in
-the other. Work is done in the order of "tile16"; for "rows" the arrays it is written to are transposed views.
+Rows, or tiles of 16 rows, are the outermost axis of every plane. So a tensor can be repacked in chunks of rows
+(multiples of 16, except for the last one) by several threads (numpy releases the GIL), and the chunks of a plane can be
+written one after the other.
+
+Both layouts hold the same 32-bit words of codes and the same scales: an array [NT, x, 16 rows] in "tile16" is [NT * 16,
+x] in "rows". The work is done in the order of "tile16"; for "rows" the results are written through transposed views.
 """
 
 import numpy as np
@@ -19,9 +21,9 @@ from mlc_amd.schedules.formats import PLANE_BITS, Format, lookup
 from mlc_amd.schedules.gpu.base import planes as gpu
 
 LAYOUTS = {"tile16": cpu.planes, "rows": gpu.planes}  # name -> planes(fmt, n, k): shapes and dtypes
-# bytes of GGUF blocks worked on at once: the intermediate arrays (about six times that) stay in the L2 cache
+# bytes of GGUF blocks in a piece: its intermediate arrays (about six times as many bytes) stay in the L2 cache
 PIECE = 256 << 10
-# The words (4 columns, `blocks`) of a block that share a code plane's bytes, lowest bits first
+# A block has 8 words of 4 columns (`blocks`). For each code plane, the words that share its bytes, lowest bits first
 WORDS = {
     "Q8": (slice(0, 8),),
     "Q4": (slice(0, 4), slice(4, 8)),
@@ -31,14 +33,14 @@ WORDS = {
 
 
 def _tiled_words(plane: np.ndarray, layout: str, blocks: int) -> np.ndarray:
-    """A code plane of KB `blocks` a row as uint32 [NT, KB, words, 16], whatever its layout. A view."""
+    """A view of a code plane as uint32 [NT, KB, words, 16], in either layout. blocks: KB, the blocks of a row."""
     if layout == "tile16":
         return plane.view(np.uint32).reshape(plane.shape[0], blocks, -1, ROWS)
     return plane.reshape(-1, ROWS, blocks, plane.size // (plane.shape[0] * blocks)).transpose(0, 2, 3, 1)
 
 
 def _tiled(plane: np.ndarray, layout: str) -> np.ndarray:
-    """A plane of scales or of float weights as [NT, values of a row, 16], whatever its layout. A view."""
+    """A view of a plane of scales or of float weights as [NT, values of a row, 16], in either layout."""
     return plane if layout == "tile16" else plane.reshape(-1, ROWS, plane.shape[1]).transpose(0, 2, 1)
 
 
@@ -63,9 +65,9 @@ def _pack_codes(fmt: Format, codes: np.ndarray, out: dict[str, np.ndarray]) -> N
 def repack(fmt: str | Format, blocks: np.ndarray, k: int, layout: str = "tile16") -> dict[str, np.ndarray]:
     """The planes of some rows of a tensor.
 
-    blocks: uint8 [rows, bytes of a row] as in the GGUF file; k: columns; layout: a key of LAYOUTS. Planes as the
-    layout's `planes(fmt, rows, k)` says: rows are padded up to a multiple of 16 with zero codes and zero scales.
-    UserError when a row's bytes do not hold k columns.
+    blocks: uint8 [rows, bytes of a row], as in the GGUF file. k: columns. layout: a key of LAYOUTS. The planes have the
+    shapes and dtypes of the layout's `planes(fmt, rows, k)`: rows are padded to a multiple of 16 with zero codes and
+    zero scales. Raises UserError if the bytes of a row do not hold k columns.
     """
     fmt = lookup(fmt)
     rows, row_bytes = blocks.shape

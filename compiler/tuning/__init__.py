@@ -1,1 +1,1 @@
-"""Tuning a model's kernels: its tasks, candidates built and checked, and the ways to measure them."""
+"""Tuning of a model's kernels: tasks, candidates, the search, and the ways to build, measure and verify candidates."""

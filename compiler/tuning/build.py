@@ -1,8 +1,8 @@
-"""Builds candidates: a workload and a plan -> a folder with the kernel's code and all that measuring it takes, as
-runtime/measure/candidate.py describes it.
+"""Builds candidates. In: a workload and a plan. Out: a folder with the kernel's code and all that is needed to measure
+it (runtime/measure/candidate.py describes it).
 
-`build` does it here; `Builder` in worker processes, which import TVM once: a build that crashes, hangs or takes too
-much memory costs its candidate only. Run as a program, this module is such a worker.
+`build` builds in this process. `Builder` builds in worker processes, which import TVM once: a build that crashes, hangs
+or takes too much memory only loses its own candidate. Run as a program, this module is such a worker.
 """
 
 import functools
@@ -24,29 +24,29 @@ from mlc_amd.runtime.measure.child import ChildDied, Children, serve
 from mlc_amd.schedules.operators import from_json
 
 MODULE = "mlc_amd.compiler.tuning.build"
-TIMEOUT = 180.0  # seconds of one build
-MEMORY = 8 << 30  # bytes of address space that a worker may take
+TIMEOUT = 180.0  # time limit of one build, seconds
+MEMORY = 8 << 30  # limit of a worker's address space, bytes
 KERNEL = "kernel"
 
 
 @functools.lru_cache(maxsize=8)
 def target(kind: str, arch: str):
     """`make_target`, cached."""
-    from mlc_amd.compiler.codegen.target import make_target  # takes a moment, which importing this module must not
+    from mlc_amd.compiler.codegen.target import make_target  # slow; importing this module must be fast
 
     return make_target(kind, arch)
 
 
 def make(workload, plan, kind: str, arch: str):
-    """The kernel of a workload with a plan, None: the untuned one. What a builder refuses is a ValueError or a
-    UserError."""
+    """The kernel of a workload with a plan; plan None: the untuned kernel. Raises ValueError or UserError for what the
+    builder refuses."""
     made_for = target(kind, arch)
     return made_for.build(workload, made_for.archs[0], KERNEL, plan)
 
 
 def build(workload, plan, kind: str, arch: str, folder: Path) -> Candidate:
-    """Compiles a candidate into `folder`, which is made. plan: a plan's dataclass, None: the untuned kernel. Besides
-    what `make` raises, ValueError for a kernel that the arch cannot run."""
+    """Compiles a candidate into the new folder `folder`. plan: a plan's dataclass, None for the untuned kernel. Raises
+    what `make` raises, and ValueError for a kernel that the arch cannot run."""
     func = make(workload, plan, kind, arch)
     code = _compile(func, kind, arch, folder)
     if any(0 in step.get("grid", ()) for step in code["steps"]):
@@ -55,7 +55,7 @@ def build(workload, plan, kind: str, arch: str, folder: Path) -> Candidate:
 
 
 def _compile(func, kind: str, arch: str, folder: Path) -> dict:
-    """Compiles a kernel into `folder`, which is made: what a candidate.json has of its code."""
+    """Compiles a kernel into the new folder `folder`. Returns the fields of candidate.json that describe the code."""
     made_for = target(kind, arch)
     folder.mkdir(parents=True, exist_ok=True)
     library, launches = made_for.compile_arch(made_for.archs[0], {KERNEL: func}, folder)
@@ -63,8 +63,8 @@ def _compile(func, kind: str, arch: str, folder: Path) -> dict:
 
 
 def build_copy(arch: str, folder: Path) -> Candidate:
-    """A candidate that copies memory, for target vulkan: what the others' rates are measured against. Its bytes: read
-    and written."""
+    """A candidate that copies memory, for target vulkan. Its bandwidth is the reference for the rates of other
+    candidates. Its bytes are those that it reads and those that it writes."""
     from mlc_amd.compiler.codegen.vulkan_target import COPY_BYTES
     from mlc_amd.schedules.gpu.base.probes import copy
 
@@ -78,7 +78,8 @@ def build_copy(arch: str, folder: Path) -> Candidate:
 
 
 def build_bounds(workload, arch: str, folder: Path) -> tuple[Candidate, dict[str, list[Candidate]]]:
-    """For target cpu: the untuned kernel, and by kind its measured lower bounds, see schedules/cpu/base/bound.py."""
+    """For target cpu: (the untuned kernel, {kind: kernels whose times are lower bounds}), see
+    schedules/cpu/base/bound.py."""
     from mlc_amd.schedules.cpu.base.bound import bounds
 
     untuned = build(workload, None, "cpu", arch, folder / "untuned")
@@ -94,7 +95,7 @@ def build_bounds(workload, arch: str, folder: Path) -> tuple[Candidate, dict[str
 
 
 def _plan_facts(plan) -> dict:
-    """A plan as JSON keeps it, with its type; `plan_of` reads it."""
+    """A plan and its type as JSON values; `plan_of` is the inverse."""
     if plan is None:
         return {"plan": None}
     kind = type(plan)
@@ -102,7 +103,7 @@ def _plan_facts(plan) -> dict:
 
 
 def plan_of(facts: dict):
-    """The plan of a candidate.json."""
+    """The plan in the facts of a candidate.json; None for the untuned kernel."""
     if facts["plan"] is None:
         return None
     module, name = facts["plan_type"]
@@ -113,7 +114,7 @@ def plan_of(facts: dict):
 
 
 def folder_name(workload, plan) -> str:
-    """A name for a candidate's folder."""
+    """The name of a candidate's folder."""
     if plan is None:
         return f"{workload.key}-untuned"
     text = json.dumps(asdict(plan), sort_keys=True)
@@ -121,9 +122,10 @@ def folder_name(workload, plan) -> str:
 
 
 class Builder(Closing):
-    """Worker processes that build candidates of one target and arch into `root`. A context manager.
+    """Worker processes that build candidates for one target and arch, in folders below `root`. A context manager.
 
-    workers: default one for each core. timeout: seconds of a build. memory: bytes of a worker.
+    workers: number of processes, by default one for each core. timeout: seconds for a build. memory: bytes for a
+    worker.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class Builder(Closing):
         self._children.close()
 
     def build(self, jobs, progress=lambda done, total: None) -> list[Path | str]:
-        """The folder of each (workload, plan), or why there is none."""
+        """The folder of each (workload, plan), or a message why it could not be built."""
         futures = [self._children.ask(self._request(workload, plan), self.timeout) for workload, plan in jobs]
         for done, _ in enumerate(as_completed(futures), 1):
             progress(done, len(futures))
@@ -175,5 +177,5 @@ if __name__ == "__main__":
     import sys
 
     resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
-    os.nice(5)  # what is measured meanwhile, and the user, come first
+    os.nice(5)  # lower priority than measurements at the same time, and than the user's programs
     serve(_handle)

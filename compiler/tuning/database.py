@@ -1,17 +1,18 @@
-"""Where measurements are kept, and how a compile finds the best plans.
+"""Stores measurements of plans, and finds the best plans for a compile.
 
 A folder for each arch, `<cache>/tuned/<arch>/`, where <cache> is `$XDG_CACHE_HOME/mlc-amd` or `~/.cache/mlc-amd`:
 
     arch.json            {"api", "arch"}: records of another arch are never used
-    measurements.jsonl   a line for each measurement and each verification, appended in one write before anything else
-                         is done with it; opening for tuning drops lines that a killed process left incomplete, and
-                         those that no version writes (lines.py)
+    measurements.jsonl   a line for each measurement and each verification. A line is appended by one write, before the
+                         result is used. Opening for tuning removes incomplete lines, which a killed process leaves,
+                         and invalid lines (lines.py)
 
-Records shipped with the project are `dist/tuned/<arch>.json`: the best plans, where they are not the default.
+Records that the project ships are in `dist/tuned/<arch>.json`: the best plans of workloads whose best plan is not the
+default.
 
-A compile uses a plan that was measured with this TVM and this meaning of plans (`VERSION`), that is in the workload's
-space on the arch today, and that passed verification. Records of another KV cache capacity serve where there are none
-of the same. Unusable records are left out with a note.
+A compile uses a plan if it was measured with the same version of TVM and of plans (`VERSION`), is in the current space
+of the workload on the arch, and passed verification. If there are no records for a KV cache capacity, records for
+another capacity are used. Unusable records are skipped with a note.
 """
 
 import fcntl
@@ -35,7 +36,7 @@ from mlc_amd.schedules.operators import OPERATORS, VERSION, Operator, from_json
 from mlc_amd.schedules.space import Space, space
 
 MODES = ("none", "shipped", "user", "auto")
-DEFAULT = "default"  # the origin of plans that no record decides on
+DEFAULT = "default"  # the source of plans that do not come from a record
 LOG, HEADER, LOCK = "measurements.jsonl", "arch.json", "lock"
 SHIPPED = Path(__file__).resolve().parents[2] / "dist" / "tuned"
 
@@ -44,9 +45,9 @@ SHIPPED = Path(__file__).resolve().parents[2] / "dist" / "tuned"
 class Measured:
     """The measurement of a plan.
 
-    seconds     of a call; None: it could not be built or run, `error` says why
-    runs        all repetitions, in seconds
-    device, driver, runner   on what and how it was measured ("local", "rpc", "kit")
+    seconds     of a call; None if the kernel could not be built or run, then `error` has the reason
+    runs        seconds of all repetitions
+    device, driver, runner   where it was measured, and by which runner ("local", "rpc", "kit")
     """
 
     seconds: float | None
@@ -58,15 +59,15 @@ class Measured:
 
     @classmethod
     def of(cls, result: Mapping[str, Any], **where: str) -> "Measured":
-        """Of a `Measurer`'s result. where: device, driver, runner."""
+        """The measurement in a result of `Measurer`. where: device, driver, runner."""
         return cls(result.get("seconds"), result["error"] or "", result.get("runs", []), **where)
 
 
 @dataclass
 class Checked:
-    """The verification of a plan's kernel against the default plan's.
+    """The verification of a plan's kernel against the kernel of the default plan.
 
-    checked     where both ran: "device", "lavapipe", "emulator"; "": nowhere, `error` says why
+    checked     where both kernels ran: "device", "lavapipe", "emulator"; "": nowhere, then `error` has the reason
     passed      whether their results agree; deviation: the largest error as a share of the tolerance
     gain        lower quartile of the speedup over the default plan in interleaved rounds; None: not timed
     """
@@ -80,8 +81,9 @@ class Checked:
 
 @dataclass(kw_only=True)
 class Record(Checked, Measured):
-    """One plan of a workload, measured; `checked` is "" where it was not verified. default: it is the plan without
-    tuning. over: the default plan that `gain` refers to. at: time of the measurement, seconds since 1970."""
+    """The record of a plan of a workload: its measurement and its verification. checked: "" if it was not verified.
+    default: whether it is the default plan. over: the default plan to which `gain` refers. at: time of the measurement,
+    seconds since 1970."""
 
     plan: dict
     checked: str = ""
@@ -92,12 +94,12 @@ class Record(Checked, Measured):
 
     @property
     def usable(self) -> bool:
-        """It ran, and its results are known to be right: the default plan's are the reference."""
+        """Whether it ran, and its results are known to be right. Results of the default plan are the reference."""
         return self.seconds is not None and (self.default or self.passed)
 
     @property
     def refuted(self) -> bool:
-        """Its results were wrong."""
+        """Whether its results were wrong."""
         return bool(self.checked) and not self.passed
 
 
@@ -109,16 +111,16 @@ class WorkloadRecords:
     records: dict[str, Record] = field(default_factory=dict)
 
     def refresh(self, found: Space | None) -> "WorkloadRecords":
-        """Itself, with the default of the space `found` marked as the default: a former default is a plan like
-        others."""
+        """Marks the default plan of the space `found` as the default; a former default becomes a plan like others.
+        Returns itself."""
         if found:
             for record in self.records.values():
                 record.default = record.plan == asdict(found.default)
         return self
 
     def seconds(self, record: Record) -> float | None:
-        """Of a call. A gain from interleaved rounds over today's default has precedence: the fastest of many
-        measurements is partly luck."""
+        """The seconds of a call. If the plan has a gain over the current default plan from interleaved rounds, the time
+        follows from this gain: the fastest of many single measurements is partly luck."""
         untuned = self.untuned
         if record.gain and not record.default and untuned and untuned.seconds and record.over == untuned.plan:
             return untuned.seconds / record.gain
@@ -139,7 +141,8 @@ class WorkloadRecords:
         return next((record for record in self.records.values() if record.default), None)
 
     def known(self, found: Space) -> list[tuple[object, float | None]]:
-        """(plan of the space, seconds) of the records that fit it; None for failed and wrong ones."""
+        """(plan of the space, seconds) of the records that fit the space; seconds is None for plans that failed or were
+        wrong."""
         learned = {}
         for record in self.records.values():
             try:
@@ -150,7 +153,7 @@ class WorkloadRecords:
 
 
 def folder_of(arch) -> Path:
-    """The arch's among the user's folders of tuned plans."""
+    """The folder of an arch in the user's cache of tuned plans."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "mlc-amd" / "tuned" / file_name(arch.name)
 
@@ -164,22 +167,24 @@ def plan_text(plan: dict) -> str:
 
 
 def entries(arch, folder: Path | None = None) -> dict[Operator, WorkloadRecords]:
-    """The valid entries of an arch's folder, by default of the user's, which may be open for tuning elsewhere."""
+    """The valid entries in an arch's folder, by default the user's. Another process may have the folder open for
+    tuning."""
     return entries_of(lines.read((folder or folder_of(arch)) / LOG)[0])[0]
 
 
 def stale(line: Mapping[str, Any]) -> str:
-    """Why a line cannot be used today, "" if it can."""
+    """The reason why a line cannot be used by this version; "" if it can."""
     if line["tvm"] != tvm.__version__:
         return f"made with TVM {line['tvm']}, this is {tvm.__version__}"
     return "" if line.get("version", 0) == VERSION else "the kernels' plans have changed since"
 
 
 def entries_of(found_lines: Iterable[Mapping[str, Any]]) -> tuple[dict[Operator, WorkloadRecords], list[str]]:
-    """The entries of the lines that can be used today, and a note for each reason why others cannot.
+    """(the entries of the lines that can be used by this version, a note for each reason why other lines cannot).
 
-    A line is {"op", "args", "version", "tvm"} and fields of a Record; without "seconds" it updates the record of its
-    plan."""
+    A line has {"op", "args", "version", "tvm"} and fields of a Record. A line without "seconds" updates the record of
+    its plan.
+    """
     found: dict[Operator, WorkloadRecords] = {}
     ignored = Counter[str]()
     for line in found_lines:
@@ -198,10 +203,10 @@ def entries_of(found_lines: Iterable[Mapping[str, Any]]) -> tuple[dict[Operator,
 
 
 class Database(Closing):
-    """One arch's measurements, open for tuning by one process at a time. A context manager.
+    """The measurements of one arch, open for tuning by one process at a time. A context manager.
 
-    folder: default that of the arch in the user's cache. notes: which lines were dropped, and why. UserError if the
-    folder belongs to another arch or another process has it open.
+    folder: by default that of the arch in the user's cache. notes: lines that were removed, and why. Raises UserError
+    if the folder belongs to another arch, or if another process has it open.
     """
 
     def __init__(self, arch, folder: Path | None = None):
@@ -229,16 +234,16 @@ class Database(Closing):
         self._lock.close()
 
     def entry(self, workload: Operator) -> WorkloadRecords:
-        """The workload's valid records, to which more are added."""
+        """The valid records of a workload. Records that are added later appear in it."""
         return self.entries.setdefault(workload, WorkloadRecords(workload)).refresh(space(workload, self.arch))
 
     def record(self, workload: Operator, plan: dict) -> Record:
-        """KeyError for a plan that was not measured."""
+        """The record of a plan. Raises KeyError for a plan that was not measured."""
         return self.entry(workload).records[plan_text(plan)]
 
     def add(self, workload: Operator, record: Record) -> Record:
-        """Keeps a measurement; one of the same plan is replaced. It is written when this returns. Returns what is kept:
-        of a measurement that makes no sense that it failed."""
+        """Stores a measurement; it replaces one of the same plan. When this returns, it is on disk. Returns the stored
+        record: for an invalid measurement, a record of a failure."""
         if why := lines.fault(self._about(workload) | asdict(record)):
             record = Record(None, f"its measurement makes no sense: {why}", runner=record.runner, plan=record.plan)
         self._append(workload, asdict(record))
@@ -246,8 +251,8 @@ class Database(Closing):
         return record
 
     def check(self, workload: Operator, plan: dict, found: Checked) -> Checked:
-        """Keeps a plan's verification, and returns it. One that makes no sense is kept as a failed one. KeyError for a
-        plan without a measurement."""
+        """Stores a plan's verification, and returns it; an invalid one is stored as failed. Raises KeyError for a plan
+        without a measurement."""
         record, choices = self.record(workload, plan), space(workload, self.arch)
         if why := lines.fault(self._about(workload) | {"plan": plan} | asdict(found)):
             found = Checked(found.checked, False, error=f"its verification makes no sense: {why}")
@@ -288,8 +293,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def shipped_lines(path: Path, arch) -> list[dict[str, Any]]:
-    """The lines of a file of shipped records; none if there is no file. UserError for a damaged one, and for one of
-    another arch."""
+    """The lines of a file of shipped records; [] if there is no file. Raises UserError for a damaged file, and for one
+    of another arch."""
     if not path.exists():
         return []
     data = json_files.read(path, lines.Shipped, lines.ADVICE)
@@ -302,9 +307,9 @@ def shipped_lines(path: Path, arch) -> list[dict[str, Any]]:
 
 
 class Lookup:
-    """The plans that a compile for one arch uses. Nothing is written.
+    """Finds the plans for a compile for one arch. Writes nothing.
 
-    mode: of MODES; "auto" takes the user's record, else the shipped one. `notes`: which records were left out, and why.
+    mode: one of MODES; "auto" takes the user's record, else the shipped one. notes: records that were skipped, and why.
     """
 
     def __init__(self, arch, mode: str = "auto", user: Path | None = None, shipped: Path | None = None):
@@ -318,7 +323,7 @@ class Lookup:
             self._add("shipped", shipped_lines, shipped or SHIPPED / f"{file_name(arch.name)}.json")
 
     def find(self, workload: Operator) -> tuple[object | None, str]:
-        """(plan, "user" or "shipped"), or (None, "default"): the kernel's own default."""
+        """(plan, "user" or "shipped"); (None, "default") stands for the kernel's default plan."""
         candidates = self._found.get(workload.key, [])
         found = space(workload, self.arch) if candidates else None
 
@@ -354,7 +359,7 @@ class Lookup:
 
 
 def plans_hold(kernels: Iterable[Mapping[str, Any]], archs: Iterable[Any], mode: str) -> bool:
-    """Whether a compile would choose the plans that a manifest's kernels have."""
+    """Whether a compile today would choose the same plans as those in a manifest's kernels."""
     for arch in archs:
         lookup = Lookup(arch, mode)
         for kernel in kernels:

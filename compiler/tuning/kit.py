@@ -1,12 +1,12 @@
-"""Kits: tuning for a machine that cannot be reached and has no TVM. A folder of built candidates goes there,
-measurements come back.
+"""Kits: tuning for a machine that cannot be reached over the network and has no TVM. A kit is a folder of built
+candidates; the user copies it to that machine, measures there, and copies the results back.
 
-`export` writes what a session would measure next, with the program that measures it (runtime/measure/
-run_kit.py) and its sources. `load` reads a kit that came back and validates what the other machine wrote, `feed` gives
-its results to a session.
+`export` writes the candidates that a session would measure next, with the program that measures them
+(runtime/measure/run_kit.py) and its sources. `load` reads a measured kit, and validates what the other machine wrote.
+`feed` reports its results to a session.
 
-    run.py       starts the program       kit.json     which candidates, for which tasks
-    candidates/  built kernels            results.json what the program measured
+    run.py       starts the program       kit.json     the candidates and their tasks
+    candidates/  built kernels            results.json measurements, written by the program
     copy/        a kernel that copies     lib/         the runtime's sources
 """
 
@@ -36,8 +36,8 @@ from mlc_amd.schedules.operators import VERSION, from_json
 from mlc_amd.schedules.space import space
 
 RUNNER = "kit"
-TASK = ("name", "calls", "weight", "bytes", "flops")  # what kit.json has of a Task besides its workload
-ASSEMBLY = "*.s.gz"  # which targets add for readers
+TASK = ("name", "calls", "weight", "bytes", "flops")  # the fields of a Task in kit.json, besides its workload
+ASSEMBLY = "*.s.gz"  # assembly text that targets write for readers; kits leave it out
 KINDS = ("vulkan", "rocm")  # targets whose kernels run without TVM
 SOURCES = (
     "__init__.py", "closing.py", "errors.py", "extras.py", "gpus.py", "host.py", "leftovers.py", "artifact/__init__.py",
@@ -79,7 +79,8 @@ sys.exit(main(Path(here), sys.argv[1:]))
 
 
 class Exported(NamedTuple):
-    """A kit that was written. failed: candidates that could not be built; the database knows them."""
+    """A kit that was written. failed: number of candidates that could not be built; the database has a record of
+    each."""
 
     folder: Path
     candidates: int
@@ -123,7 +124,7 @@ class _Result(TypedDict):
 
 
 class _Check(TypedDict):
-    """All fields of database.Checked."""
+    """The fields of database.Checked."""
 
     checked: Literal["device", "lavapipe"]
     passed: bool
@@ -147,7 +148,7 @@ class _Results(TypedDict):
 
 @dataclass
 class Kit:
-    """A kit that was measured. tasks: of compiler/tuning/tasks.py. candidates: of kit.json; found: results.json."""
+    """A kit that was measured. tasks: see compiler/tuning/tasks.py. candidates: from kit.json. found: results.json."""
 
     folder: Path
     target: str
@@ -159,7 +160,7 @@ class Kit:
 
 
 def check_folder(folder: Path, kind: str) -> None:
-    """UserError for a folder that is not empty, or a target whose kernels a kit cannot measure."""
+    """Raises UserError for a folder that is not empty, and for a target whose kernels a kit cannot measure."""
     if kind not in KINDS:
         raise UserError(
             f"a kit holds no TVM, which kernels of target {kind} need to run: tune on that machine, or use --runner rpc"
@@ -171,16 +172,16 @@ def check_folder(folder: Path, kind: str) -> None:
 def export(
     session: TuningSession, folder: Path, kind: str, arch: str, model: str, count: int, progress=lambda done, of: None
 ) -> Exported:
-    """Writes the next round of `session`, `count` candidates and their untuned kernels, into the new folder `folder`.
+    """Writes a kit into the new folder `folder`: the next `count` candidates of `session`, and their untuned kernels.
 
     kind, arch: names of target and arch. model: its name, for the reader. Candidates that do not build are reported to
-    the session as failed. UserError if there is nothing left to measure, or for the folder.
+    the session as failed. Raises UserError if there is nothing left to measure, and if the folder cannot be used.
     """
     check_folder(folder, kind)
     chosen = session.round(count)
     if not chosen:
         raise UserError("every plan of every task is measured: there is nothing to export")
-    # the default plan's kernel is the untuned one
+    # The untuned kernel (None) is that of the default plan.
     jobs = [(task, None) for task in dict.fromkeys(task for task, _ in chosen)]
     jobs += [(task, plan) for task, plan in chosen if plan != session.space(task).default]
     try:
@@ -218,7 +219,7 @@ def export(
 
 
 def _copy_sources(folder: Path) -> None:
-    """The runtime's sources, as far as measuring needs them."""
+    """Copies the sources of the runtime that measuring needs."""
     root = Path(runtime.__file__).parent
     for file in sorted(file for pattern in SOURCES for file in root.glob(pattern)):
         place = folder / "mlc_amd" / "runtime" / file.relative_to(root)
@@ -227,7 +228,8 @@ def _copy_sources(folder: Path) -> None:
 
 
 def load(folder: Path) -> Kit:
-    """A kit that was measured. UserError for anything else, or one whose files are invalid."""
+    """Reads a kit that was measured. Raises UserError for a folder that is not a measured kit, and for invalid
+    files."""
     if not (folder / KIT).exists():
         raise UserError(f"{folder} holds no {KIT}; give the folder of a kit that `mlc-amd tune --export-kit` made")
     again = "export the kit again"
@@ -256,22 +258,22 @@ def load(folder: Path) -> Kit:
 
 
 def _check_tasks(path: Path, target: str, arch_name: str, tasks: list[Task]) -> None:
-    """UserError for tasks that there are no kernels for."""
+    """Raises UserError for tasks that have no kernels."""
     (arch,) = make_target(target, arch_name).archs
     for task in tasks:
         try:
             space(task.workload, arch)
         except UserError:
             raise
-        except Exception as error:  # whatever comes of arguments that no model has
+        except Exception as error:  # damaged arguments can cause any exception
             what = f"{shorten(task.name)} cannot be tuned ({type(error).__name__}: {shorten(str(error))})"
             raise UserError(f"{path} is damaged: {what}; export the kit again") from error
 
 
 def feed(kit: Kit, session: TuningSession) -> Counter:
-    """Gives the kit's new measurements and verifications to a session of its tasks. Counts of "measured", of these
-    "failed"; "known" to the database; "missing": not measured; "stale": not in the space today; "checked", of these
-    "wrong"."""
+    """Reports the kit's new measurements and verifications to a session of its tasks. Returns counts: "measured", of
+    these "failed"; "known": already in the database; "missing": not measured; "stale": not in the current space;
+    "checked", of these "wrong"."""
     fed, tasks = Counter(), {task.workload.key: task for task in session.tasks}
     facts = {name: kit.found["facts"].get(name, "") for name in ("device", "driver")} | {"runner": RUNNER}
     for name, entry in kit.candidates.items():
@@ -294,7 +296,7 @@ def feed(kit: Kit, session: TuningSession) -> Counter:
             session.report(task, plan, measured)
             fed["measured"] += 1
             fed["failed"] += measured.seconds is None
-        # a race may have been won once: a later kit may refute what passed
+        # A kernel with a race may pass once, so a later kit can refute a plan that passed.
         if check and (not records[text].checked or (records[text].passed and not check["passed"])):
             session.check(task, plan, Checked(**check))
             fed["checked"] += 1

@@ -1,7 +1,7 @@
-"""The files of measurements as types: lines of measurements.jsonl, and records that are shipped. database.py says what
-they mean.
+"""The types of the files of measurements: lines of measurements.jsonl, and shipped records. database.py describes their
+meaning.
 
-In: a file, perhaps damaged, or of another machine. Out: the lines that can be used, and notes about the others.
+In: a file, which may be damaged or come from another machine. Out: the valid lines, and notes about the others.
 """
 
 from pathlib import Path
@@ -15,17 +15,17 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.operators import VERSION, from_json
 
 ADVICE = "delete the file, or put a good one there"
-# Of a call: a day is too much for any kernel, and what comes of adding and dividing such numbers is finite.
+# Seconds of a call. The limit, a day, is more than any kernel takes, and keeps sums and quotients finite.
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 Ratio = Annotated[float, Meta(gt=0, le=1e9)]
 Figure = Annotated[float, Meta(ge=0, le=1e30)]
-Word = Annotated[str, Meta(max_length=100, pattern=r"^[ -~]*\Z")]  # that messages repeat
-Arguments = dict[str, Any]  # of a workload; what there is of each operator, kernels know
+Word = Annotated[str, Meta(max_length=100, pattern=r"^[ -~]*\Z")]  # a text that messages show
+Arguments = dict[str, Any]  # arguments of a workload; `from_json` checks them
 PlanFields = dict[str, int]
 
 
 class About(TypedDict):
-    """Which kernel a record belongs to."""
+    """The kernel to which a record belongs."""
 
     op: str
     args: Arguments
@@ -69,7 +69,7 @@ class Shipped(ArchLine):
 
 
 def read(path: Path) -> tuple[list[Line], list[str]]:
-    """The good lines of a file, and why others are none. UserError where the file cannot be read."""
+    """(the valid lines of a file, reasons why others are invalid). Raises UserError if the file cannot be read."""
     if not path.exists():
         return [], []
     data = json_files.read_bytes(path)
@@ -85,7 +85,7 @@ def read(path: Path) -> tuple[list[Line], list[str]]:
 
 
 def checked(line: Line) -> Line:
-    """UserError for a line of today's version whose operator is none."""
+    """The line itself. Raises UserError for a line of the current version without a valid operator."""
     if line.get("version", 0) == VERSION:
         try:
             operator = from_json(line)
@@ -97,7 +97,7 @@ def checked(line: Line) -> Line:
 
 
 def fault(line: dict) -> str:
-    """Why a line must not be written; "" for a good one."""
+    """The reason why a line must not be written; "" for a valid line."""
     try:
         checked(msgspec.convert(line, Line))
     except (msgspec.ValidationError, UserError) as error:

@@ -1,5 +1,5 @@
-"""Tuning on this machine's device: plans -> measurements and verifications, through worker processes that build and one
-that runs. The other runners have its interface."""
+"""Tuning on this machine's device. In: plans. Out: measurements and verifications. Worker processes build candidates;
+one process runs them. The other runners have the same interface."""
 
 import shutil
 from contextlib import ExitStack
@@ -20,10 +20,9 @@ from mlc_amd.schedules.space import space
 class Local(Closing):
     """Builds, measures and verifies plans for one arch. A context manager.
 
-    kind: "cpu", "rocm" or "vulkan"; arch: its name. device: as `Measurer` takes it. workers: processes that build.
-    root: where candidates are built; default a temporary folder.
-    measurer: what replaces the `Measurer` of this machine's device.
-    UserError from `measure` if none does.
+    kind: "cpu", "rocm" or "vulkan"; arch: its name. device: see `Measurer`. workers: number of processes that build.
+    root: the folder for candidates, by default a temporary one. measurer: replaces the `Measurer` of this machine's
+    device. `measure` raises UserError if the device cannot be used.
     """
 
     runner = "local"
@@ -42,7 +41,7 @@ class Local(Closing):
         self._held = ExitStack()
         self.root = Path(root) if root else self._held.enter_context(temporary("tune"))
         self.builder, self.measurer = Builder(kind, arch, self.root, workers), measurer or Measurer(device)
-        self._untuned: dict[tuple, Path | str] = {}  # by (workload, None), as `Builder.build` returns them
+        self._untuned: dict[tuple, Path | str] = {}  # (workload, None): the result of `Builder.build`
 
     def close(self) -> None:
         self.builder.close()
@@ -50,12 +49,13 @@ class Local(Closing):
         self._held.close()
 
     def batch(self) -> int:
-        """How many plans to measure together."""
+        """The number of plans to measure together."""
         return BATCH
 
     def measure(self, jobs, progress=lambda done, total: None) -> list[Measured | None]:
-        """A Measured for each (workload, plan), in order; None for what was not measured. Each workload's plans are
-        timed beside its untuned kernel, which is the default plan's. progress(jobs done, jobs) as they are."""
+        """A Measured for each (workload, plan), in order; None if it was not measured. The plans of a workload are
+        timed in turn with its untuned kernel, which is that of the default plan. progress(finished jobs, jobs): called
+        after each job."""
         built = self._build(jobs)
         failed, found = sum(isinstance(made, str) for made in built), {}
         wanted = {str(made) for made in built if isinstance(made, Path)}
@@ -67,7 +67,7 @@ class Local(Closing):
                 found[folder] = result
                 progress(len(found) + failed, len(jobs))
 
-        # references first: the other candidates of a workload are timed beside its first one
+        # References come first: the first candidate of a workload is the one with which the others are compared.
         results = dict(zip(folders, self.measurer.measure(folders, note), strict=True)) if wanted else {}
         measured = []
         for made in built:
@@ -77,7 +77,7 @@ class Local(Closing):
         return measured
 
     def verify(self, workload: Operator, plan) -> Checked:
-        """Whether a plan's kernel computes what the untuned one does."""
+        """Compares the results of a plan's kernel with those of the untuned kernel."""
         untuned, tuned = self._build([(workload, None), (workload, plan)])
         try:
             if isinstance(tuned, str):
@@ -93,11 +93,11 @@ class Local(Closing):
             self._drop(tuned)
 
     def _open(self, folder: Path) -> None:
-        """UserError if no device here runs that candidate."""
+        """Raises UserError if no device of this machine can run the candidate."""
         self.measurer.start(read(folder))
 
     def _build(self, jobs) -> list[Path | str]:
-        """As `Builder.build`; the untuned kernels, which are the default plans', are built once and kept."""
+        """Like `Builder.build`. Untuned kernels, which are also those of default plans, are built once and kept."""
         jobs = [(workload, None if self._is_default(workload, plan) else plan) for workload, plan in jobs]
         untuned = [(workload, None) for workload, _ in jobs]
         missing = list(dict.fromkeys(job for job in [*untuned, *jobs] if job not in self._untuned))
@@ -108,10 +108,11 @@ class Local(Closing):
     def _is_default(self, workload: Operator, plan) -> bool:
         try:
             return plan is None or ((found := space(workload, self.arch)) is not None and plan == found.default)
-        except (ValueError, UserError):  # it does not build either
+        except (ValueError, UserError):  # an invalid workload: building it fails, too
             return False
 
     def _drop(self, made: Path | str) -> None:
-        """Thousands of candidates would fill a small disk. Untuned kernels stay."""
+        """Removes the folder of a candidate, because thousands of them would fill a small disk. Untuned kernels
+        stay."""
         if self._temporary and isinstance(made, Path) and made not in self._untuned.values():
             shutil.rmtree(made, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Rooflines: the shortest time that a task's call can take on a machine.
+"""Rooflines: lower bounds of the time of a task's call on a machine.
 
-By `rates` from tables of bandwidth and arithmetic; for a CPU's kernels also measured: default kernels and their lower
-bounds, timed in interleaved rounds.
+`rates` and `roofline` compute them from tables of bandwidth and arithmetic. `measure` measures them for kernels of a
+CPU: default kernels and kernels that do less work are timed in interleaved rounds.
 """
 
 import shutil
@@ -13,27 +13,29 @@ from mlc_amd.runtime.folders import temporary
 from mlc_amd.runtime.gpus import limits, peak_bandwidth
 from mlc_amd.runtime.measure.measurer import Measurer
 
-# Where neither a measurement nor a table has them: bytes and operations per second, for shares of the time.
+# Rates (see `rates`) to estimate shares of the time if neither a measurement nor a table has them.
 GUESS = 50e9, 500e9, 0.0
-# Operations per clock of a core, by its multipliers, and the clock: rough, from product pages. GPUs: runtime/gpus.py.
+# Operations per clock of a core, by its instruction set, and its clock in Hz: rough, from product pages. GPUs have
+# theirs in runtime/gpus.py.
 CPU_OPS = {"Vnni512": 256, "Zen4": 128, "AvxVnni": 128, "Avx2": 64, "Portable": 16}
-CPU_FLOAT_OPS = {"Vnni512": 64, "Zen4": 32, "AvxVnni": 32, "Avx2": 32, "Portable": 8}  # attention's, float32
+CPU_FLOAT_OPS = {"Vnni512": 64, "Zen4": 32, "AvxVnni": 32, "Avx2": 32, "Portable": 8}  # float32, for attention
 CPU_CLOCK = 3e9
 
 
 def rates(arch, threads: int | None = None, bandwidth: float = 0.0) -> tuple[float, float, float]:
-    """(bytes, operations, operations of attention where it has no matrix or dot product instructions) per second; 0
-    where that is not known. threads, bandwidth: of a CPU."""
+    """(bytes, operations, operations of attention) per second; 0 if unknown. The third is 0 for archs whose attention
+    uses the same units as other kernels. threads, bandwidth (bytes per second): of a CPU."""
     if arch.api == "cpu":
         isa, clocks = arch.isa.__name__, (threads or 1) * CPU_CLOCK
         return bandwidth, clocks * CPU_OPS[isa], clocks * CPU_FLOAT_OPS[isa]
     found, unit = limits(arch), "matrix16" if arch.matrix else "dot4" if arch.dot else "fma"
-    return found.bandwidth, found.rates.get(unit, 0.0), 0.0  # 0 of a profile for any GPU
+    return found.bandwidth, found.rates.get(unit, 0.0), 0.0  # a profile for any GPU has no rates
 
 
 def roofline(bandwidth: float, peak: float = 0.0, floats: float = 0.0) -> Callable[..., float]:
-    """Seconds of a task's call at best, at `rates`. device: the name of the one that measured it, whose bandwidth
-    counts where its product is known."""
+    """A function that returns the lower bound of a task's call in seconds. bandwidth, peak, floats: the result of
+    `rates`. Its argument `device` is the name of the device that measured the task: if its product is known, its
+    bandwidth counts."""
 
     def seconds(task: Task, device: str = "") -> float:
         used = floats or peak if task.workload.name == "attention" else peak
@@ -44,8 +46,8 @@ def roofline(bandwidth: float, peak: float = 0.0, floats: float = 0.0) -> Callab
 
 
 def measure(tasks, arch, device: str | None = None, progress=lambda done, total: None) -> dict[str, float]:
-    """By workload's key, the lower bound as a share of the default kernel's time, for tasks of linear layers and
-    attention on a CPU. device: as for `Local`. UserError if a kernel does not run."""
+    """{key of a workload: lower bound as a share of the default kernel's time}, for linear layers and attention on a
+    CPU. device: as for `Local`. Raises UserError if a kernel does not run."""
     found = {}
     with temporary("rooflines") as root, Measurer(device) as measurer:
         for task in tasks:
@@ -57,7 +59,8 @@ def measure(tasks, arch, device: str | None = None, progress=lambda done, total:
 
 
 def _share(measurer, untuned, bounds) -> float:
-    """In each case the largest kind of bound counts, of each kind the fastest kernel."""
+    """The lower bound as a share of the default kernel's time. For each case: of each kind of bound, the fastest
+    kernel; of all kinds, the largest time."""
     order = [untuned, *(candidate for kind in bounds.values() for candidate in kind)]
     default, *rest = measurer.interleaved([candidate.folder for candidate in order])
     rest, kinds = iter(rest), []

@@ -1,9 +1,10 @@
-"""Tuning on the devices of other machines: candidates built here go to all servers that TVM's tracker has under a key.
+"""Tuning on the devices of other machines. Candidates are built here, and sent to all servers that TVM's tracker knows
+under a key.
 
-`Remote` has the interface of `Local`; `Servers` that of a `Measurer`, for several devices of one kind. Work is
-distributed in small parts. What a lost server (killed, unplugged, silent) had finished counts; the rest of its part
-goes to others, candidate by candidate, so that one that crashes its machine is found. Servers that cannot run the
-candidates, and those with another device than the first one's, are skipped.
+`Remote` has the interface of `Local`. `Servers` has the interface of a `Measurer`, for several devices of one kind.
+Work is distributed in small parts. If a server is lost (killed, unplugged, silent), its finished results count, and the
+rest of its part goes to other servers, one candidate at a time, so that a candidate that crashes machines is found.
+Servers are skipped if they cannot run the candidates, or if their device differs from that of the first server.
 """
 
 import contextlib
@@ -26,15 +27,15 @@ from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import read
 
-WAIT = 120.0  # seconds without a server until a run gives up
-PATIENCE = 3.0  # seconds without a server until the user gets a message
-HOLD = 60.0  # seconds after which a server is released between two batches, for other runs
-PART = 8  # candidates that a server takes at once, at most
-MAX_LOSSES = 3  # of servers with a candidate: then it has failed
+WAIT = 120.0  # seconds without a server after which a run gives up
+PATIENCE = 3.0  # seconds without a server after which the user gets a message
+HOLD = 60.0  # a server that was held for so many seconds is released between two batches, for other runs
+PART = 8  # the largest number of candidates in a part
+MAX_LOSSES = 3  # a candidate has failed after so many servers were lost while they had it
 
 
 class NoServer(UserError):
-    """There is no server, and none joined in time."""
+    """There is no server, and none has joined in time."""
 
 
 class Tracker:
@@ -44,13 +45,14 @@ class Tracker:
         self.place = place
 
     def servers(self, key: str) -> tuple[int, int]:
-        """(idle servers with that key, all of them). OSError if the tracker does not answer."""
+        """(idle servers with that key, all servers with it). Raises OSError if the tracker does not answer."""
         _, summary = self._ask([base.TrackerCode.SUMMARY])
         free = summary["queue_info"].get(key, {"free": 0})["free"]
         return free, sum(server["key"] == f"server:{key}" for server in summary["server_info"])
 
     def take(self, key: str) -> tuple[str, int, str]:
-        """(host, port, password) of a server that is reserved for us. OSError if none is free, or as above."""
+        """Reserves a server. Returns its (host, port, password). Raises OSError if none is free, or if the tracker does
+        not answer."""
         return tuple(self._ask([base.TrackerCode.REQUEST, key, "", 1])[1])
 
     def _ask(self, message: list) -> list:
@@ -63,8 +65,8 @@ class Tracker:
 
 
 class _Part(NamedTuple):
-    """Work for one server. request: "measure" or "compare", as rpc_server.py has it; the first of `folders` is what the
-    others are timed beside or compared with. wanted: the folders whose results are taken."""
+    """Work for one server. request: "measure" or "compare", see rpc_server.py. folders: candidates; the first is the
+    reference with which the others are timed or compared. wanted: the folders whose results are used."""
 
     request: str
     folders: list[str]
@@ -72,22 +74,23 @@ class _Part(NamedTuple):
 
 
 class Servers(Closing):
-    """What runtime/measure/measurer.py's `Measurer` is for one device, for all servers of a key. A context manager.
+    """Has the interface of `Measurer` (runtime/measure/measurer.py), but for all servers of a key. A context manager.
 
-    tracker: (host, port). wait: seconds without any server until NoServer. say(text): what a user may want to know.
+    tracker: (host, port). wait: seconds without any server until NoServer is raised. say(text): called with messages
+    for the user.
     """
 
     def __init__(self, tracker: tuple[str, int], key: str, wait: float = WAIT, say=lambda text: None):
         self.tracker, self.key, self.wait, self.say, self.facts = Tracker(tracker), key, wait, say, {}
-        self.known = 1  # servers, as the tracker has them; at least 1
-        self.refused: dict[str, str] = {}  # server: why
+        self.known = 1  # number of servers that the tracker knows; at least 1
+        self.refused: dict[str, str] = {}  # server: reason
         self._events, self._looked = SimpleQueue(), -math.inf
-        self._joining: set[Client] = set()  # with no server yet
+        self._joining: set[Client] = set()  # clients that have no server yet
         self._idle: list[Client] = []
         self._busy: dict[Client, _Part] = {}
 
     def count(self) -> int:
-        """Servers with that key, as far as the tracker knows; at least 1."""
+        """The number of servers with the key that the tracker knows; at least 1."""
         self._free()
         return self.known
 
@@ -101,13 +104,13 @@ class Servers(Closing):
         self._joining = {server for server in self._joining if not server.dropped}
         self._idle = [server for server in self._idle if not server.dropped]
 
-    # ---- as `Measurer`
+    # ---- the interface of `Measurer`
 
     def measure(self, folders, progress=lambda folder, result: None) -> list[dict | None]:
-        """Results in the order of `folders`; progress(folder, result) as they come. When there are no servers any more,
-        None for those that are missing; NoServer if all are.
+        """Results in the order of `folders`; progress(folder, result) is called for each result as it arrives. If all
+        servers are gone, missing results are None; NoServer is raised if all results are missing.
 
-        The first candidate of a workload is its reference: each server times it beside its part of the others.
+        The first candidate of a workload is its reference: each server times it together with its part of the others.
         """
         names, groups, results = [str(Path(folder)) for folder in folders], {}, {}
         for name in dict.fromkeys(names):
@@ -132,7 +135,7 @@ class Servers(Closing):
         return [results.get(name) for name in names]
 
     def compare(self, untuned: Path, tuned: Path) -> dict:
-        """As `Measurer.compare`. NoServer."""
+        """See `Measurer.compare`. Raises NoServer if there is no server."""
         found, names = {}, [str(untuned), str(tuned)]
         self._run([_Part("compare", names, frozenset(names[1:]))], found.__setitem__)
         return asdict(Checked("device", False)) | found[names[1]]
@@ -140,9 +143,9 @@ class Servers(Closing):
     # ---- distributing work
 
     def _run(self, parts: list[_Part], note) -> None:
-        """Until all parts are done; note(folder, result) for each result that is wanted."""
+        """Runs until all parts are done; note(folder, result) is called for each wanted result."""
         run = _Run(parts, note)
-        alone, reported = time.monotonic(), False  # since when there is no server
+        alone, reported = time.monotonic(), False  # alone: the time since which there is no server
         try:
             while run.waiting or self._busy:
                 while run.waiting and self._idle:
@@ -210,7 +213,7 @@ class Servers(Closing):
             run.waiting.appendleft(part)
 
     def _free(self) -> int:
-        """Free servers; 0 if the tracker does not answer."""
+        """The number of free servers; 0 if the tracker does not answer."""
         try:
             free, known = self.tracker.servers(self.key)
         except OSError:
@@ -219,22 +222,23 @@ class Servers(Closing):
         return free
 
     def recruit(self) -> None:
-        """Begins to connect to free servers, at most once in POLL seconds."""
+        """Starts to connect to free servers, at most once every POLL seconds."""
         if time.monotonic() - self._looked >= POLL:
             self._looked = time.monotonic()
             self._joining |= {Client(self._events, self._take) for _ in range(self._free() - len(self._joining))}
 
     def _take(self) -> tuple[str, int, str] | None:
-        """As `Tracker.take`; None if none is free or the one that is was refused."""
+        """Reserves a server, see `Tracker.take`. None if none is free, or if the server was refused before."""
         with contextlib.suppress(OSError):  # another run was faster
             if self._free():
                 place = self.tracker.take(self.key)
-                # a skipped server is offered again with a new password when nobody connects
+                # the tracker offers a skipped server again, with a new password, after nobody has connected
                 return None if name_of(place) in self.refused else place
         return None
 
     def check_tracker(self) -> str:
-        """Its address. NoServer if the tracker does not answer: servers may join later, the tracker must be there."""
+        """The tracker's address. Raises NoServer if the tracker does not answer: servers may join later, but the
+        tracker must run."""
         where = f"{self.tracker.place[0]}:{self.tracker.place[1]}"
         try:
             self.tracker.servers(self.key)
@@ -244,7 +248,7 @@ class Servers(Closing):
         return where
 
     def _missing(self) -> str:
-        """Why there is no server. NoServer as `check_tracker`."""
+        """The reason why there is no server. Raises NoServer as `check_tracker` does."""
         where = self.check_tracker()
         if self.refused:
             return f"no server with key '{self.key}' can do this: " + "; ".join(
@@ -257,12 +261,12 @@ class Servers(Closing):
 
 
 class _Run:
-    """A batch: the parts that wait for a server, and which results there are."""
+    """A batch: the parts that wait for a server, and the results so far."""
 
     def __init__(self, parts: list[_Part], note):
         self.waiting, self._note = deque(parts), note
         self._finished: set[str] = set()
-        self._losses = Counter()  # of servers, by candidate
+        self._losses = Counter()  # candidate: servers that were lost while they had it
 
     def result(self, part: _Part, message: dict) -> None:
         folder = part.folders[message["folder"]]
@@ -271,7 +275,7 @@ class _Run:
             self._note(folder, message["result"])
 
     def lost(self, part: _Part, why: str) -> None:
-        """The server with that part was lost."""
+        """Handles the loss of the server that had this part: its unfinished candidates are queued again, one by one."""
         for folder in [folder for folder in part.folders if folder in part.wanted - self._finished]:
             self._losses[folder] += 1
             if self._losses[folder] < MAX_LOSSES:
@@ -282,10 +286,10 @@ class _Run:
 
 
 class Remote(Local):
-    """`Local`, with the devices of other machines. tracker: HOST:PORT; key: of its servers; the rest as for `Servers`
-    and `Local`.
+    """`Local`, with the devices of other machines. tracker: HOST:PORT. key: the key of its servers. Other arguments:
+    see `Servers` and `Local`.
 
-    What was not measured when the last server went is None among the results.
+    Results that are missing when the last server is gone are None.
     """
 
     runner = "rpc"
@@ -298,12 +302,12 @@ class Remote(Local):
         super().__init__(kind, arch, workers=workers, root=root, measurer=self.measurer)
 
     def batch(self) -> int:
-        """As `Local.batch`: enough for each server that is there, be it at work for another run."""
+        """See `Local.batch`: enough plans for each known server, including those that work for another run."""
         return max(PART * self.measurer.count(), super().batch())
 
     def measure(self, jobs, progress=lambda done, total: None) -> list[Measured | None]:
-        self.measurer.recruit()  # while it builds
+        self.measurer.recruit()  # servers connect while candidates are built
         return super().measure(jobs, progress)
 
     def _open(self, folder: Path) -> None:
-        """NoServer from `compare`, which is no fault of the plan."""
+        """Does nothing: `compare` raises NoServer if there is no device, which is not the plan's fault."""

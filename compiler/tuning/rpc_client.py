@@ -1,10 +1,10 @@
-"""One server of a tuning run, from the run's side.
+"""The client of one server in a tuning run.
 
-In: requests as rpc_server.py has them. Out: (what, client, message) in a queue: "ready" once the client has connected,
-then for each request its "facts" and "result"s, at last "done"; or "refused" or "lost" at any time.
+In: requests, see rpc_server.py. Out: (what, client, message) in a queue: "ready" once the client has connected; then
+for each request its "facts", "result"s, and "done"; "refused" or "lost" at any time.
 
-TVM's RPC waits forever for a machine that is gone, so a process that can be ended talks with the server: this module,
-run as a program. A thread follows it.
+TVM's RPC waits forever for a machine that is gone. So a process, which can be ended, communicates with the server: this
+module, run as a program. A thread of the tuning run follows that process.
 """
 
 import json
@@ -21,9 +21,9 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.child import Child, ChildDied, serve
 
 MODULE = "mlc_amd.compiler.tuning.rpc_client"
-WAKE = 60.0  # seconds that the process may take to start
-CONNECT = 30.0  # seconds to reach a server
-SILENT = 30.0  # seconds until a server that says nothing counts as lost
+WAKE = 60.0  # time limit for the process to start, seconds
+CONNECT = 30.0  # time limit to connect to a server, seconds
+SILENT = 30.0  # a server that sends nothing for so many seconds is lost
 POLL = 1.0  # seconds between two requests for free servers
 ENDS = ("awake", "ready", "done", "refused")
 
@@ -36,12 +36,12 @@ def name_of(place: Place) -> str:
 
 
 class Client:
-    """Starts its process, then takes a server: a server's password is good for some seconds only, less than a busy
-    machine takes to start a process with TVM.
+    """First starts its process, then takes a server. In the other order, the server's password, which is valid for a
+    few seconds, could expire before a busy machine has started a process with TVM.
 
-    take: returns a free server's place, None if there is none. name: the server's, once it connects; since: when.
-    looking: its process runs, and no server is free. dropped: it is released. After "refused" and "lost" it is of no
-    more use.
+    take: returns a free server's place, None if there is none. name: the server's, once it connects; since: the time of
+    that. looking: whether the process runs, but no server is free. dropped: whether the server is released. After
+    "refused" or "lost" the client cannot be used any more.
     """
 
     def __init__(self, events: SimpleQueue, take: Callable[[], Place | None]):
@@ -51,11 +51,11 @@ class Client:
         threading.Thread(target=self._follow, daemon=True).start()
 
     def begin(self, request: str, folders: list[str]) -> None:
-        """Gives the server work on these candidates."""
+        """Starts work on these candidates on the server."""
         self._requests.put({"work": request, "folders": folders})
 
     def drop(self) -> None:
-        """Releases the server, also while it works."""
+        """Releases the server, even while it works."""
         self.dropped = True
         self._requests.put(None)
 
@@ -81,7 +81,7 @@ class Client:
         return None
 
     def _ask(self, request: dict, patience: float) -> None:
-        """Sends a request and passes its answers on."""
+        """Sends a request, and forwards its answers to the queue."""
         self._child.send(request)
         what = ""
         while what not in ENDS and not self.dropped:
@@ -102,7 +102,7 @@ class _Connection:
                 self._connect(request["connect"], answer)
             else:
                 self._work(request["work"], request["folders"], answer)
-        except RuntimeError as e:  # all that TVM's RPC raises, when the connection breaks and when a function fails
+        except RuntimeError as e:  # TVM's RPC raises only this, for broken connections and for functions that fail
             lines = [line.strip() for line in str(e).splitlines() if line.strip()]
             raise UserError(lines[-1] if lines else type(e).__name__) from e
 

@@ -1,18 +1,16 @@
-"""The other machines of a tuning run: TVM's RPC server, which measures candidates that come over the network, and TVM's
-tracker.
+"""The server side of tuning over a network: TVM's RPC server, which measures candidates, and TVM's tracker.
 
-In: candidates' folders as `pack` packs them. Out: results as JSON. A client's session calls these functions:
+In: folders of candidates, as an archive of `pack`. Out: results as JSON. A client's session calls these functions:
 
     mlc_amd.tune.hello() -> {"host", "tvm", "devices": {api: arch and name}}
-    mlc_amd.tune.work(request, blob)    begins to "measure" the blob's candidates or to "compare" the second with the
-                                        first; returns at once
-    mlc_amd.tune.news() -> [messages]   those since the last call, in POLL seconds at most. Their "what": "facts" of the
-                                        device, "result" of a "folder" (its number in the blob), at last "done", or
-                                        "refused" and "why"
+    mlc_amd.tune.work(request, blob)    starts to "measure" the candidates in blob, or to "compare" the second with the
+                                        first; returns immediately
+    mlc_amd.tune.news() -> [messages]   new messages; waits up to POLL seconds for one. Their "what" is "facts" (of the
+                                        device), "result" (of a "folder", its number in the blob), finally "done", or
+                                        "refused" with the reason "why"
 
-A session is a process of its own that TVM forks; what it measures runs in another one, which may die
-(runtime/measure/measurer.py). TVM's RPC has no authentication: any client that reaches a server's port can run any
-code there.
+TVM forks a process for each session. Kernels run in another process, which may crash (runtime/measure/measurer.py).
+TVM's RPC has no authentication: any client that reaches a server's port can run any code there.
 """
 
 import asyncio
@@ -47,12 +45,12 @@ from mlc_amd.runtime.measure.measurer import Measurer
 
 PREFIX = "mlc_amd.tune."
 TRACKER_PORT = 9190
-PORTS = range(9091, 9190)  # of servers, as TVM has them
+PORTS = range(9091, 9190)  # ports of servers, the same as TVM's
 POLL = 2.0  # seconds that `news` waits
 AGAIN = 1.0  # seconds between two attempts to serve, or to reach the tracker
-ANSWER = 10.0  # seconds that the tracker may take
-REMINDER = 60.0  # seconds between two messages that it does not answer
-# a peer that is gone without a word is noticed after 40 s
+ANSWER = 10.0  # time limit for the tracker's answer, seconds
+REMINDER = 60.0  # seconds between two messages that the tracker does not answer
+# with these, a peer that disappears silently is noticed after 40 s
 KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
@@ -60,13 +58,13 @@ KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 def address(text: str) -> tuple[str, int]:
-    """(host, port) of "host:port", "[::1]:port" or "host". UserError for what is none."""
+    """(host, port) of "host:port", "[::1]:port" or "host". Raises UserError for an invalid address."""
     host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
     host, port = (host, port) if colon else (text, str(TRACKER_PORT))
     try:
         host.strip("[]").encode("idna")
         right = bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
-    except UnicodeError:  # no host can have that name
+    except UnicodeError:  # not a valid host name
         right = False
     if not right:
         raise UserError(f"'{text}' is no address: write HOST:PORT")
@@ -74,7 +72,7 @@ def address(text: str) -> tuple[str, int]:
 
 
 def own_address(peer: tuple[str, int]) -> str:
-    """This machine's address as `peer` sees it. UserError if there is no way to the peer."""
+    """This machine's address as `peer` sees it. Raises UserError if the peer cannot be reached."""
     try:
         family, kind, *_, place = socket.getaddrinfo(*peer, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -85,7 +83,8 @@ def own_address(peer: tuple[str, int]) -> str:
 
 
 def connect(tracker: tuple[str, int]) -> socket.socket:
-    """A connection to TVM's tracker. OSError if it does not answer, UserError if what answers is none."""
+    """A connection to TVM's tracker. Raises OSError if nothing answers, UserError if something else than a tracker
+    answers."""
     connection = socket.create_connection(tracker, ANSWER)
     try:
         connection.sendall(struct.pack("<i", base.RPC_TRACKER_MAGIC))
@@ -98,7 +97,8 @@ def connect(tracker: tuple[str, int]) -> socket.socket:
 
 
 def wait_for_tracker(tracker: tuple[str, int], say: Callable[[str], None]) -> socket.socket:
-    """A connection on which TVM's server greets the tracker, once that answers. UserError as `connect`."""
+    """Waits until the tracker answers. Returns a new connection, on which TVM's server then does its handshake. Raises
+    UserError as `connect` does."""
     place, told = f"the tracker at {tracker[0]}:{tracker[1]}", -math.inf
     while True:
         try:
@@ -116,14 +116,14 @@ def wait_for_tracker(tracker: tuple[str, int], say: Callable[[str], None]) -> so
 
 
 def listen(host: str, ports) -> socket.socket:
-    """A socket on the first free port. UserError if there is none."""
+    """A listening socket on the first free port. Raises UserError if there is none."""
     for port in ports:
         try:
             listening = socket.create_server((host, port), family=socket.getaddrinfo(host, port)[0][0])
         except OSError as e:
             error = e
             continue
-        # connections inherit it
+        # accepted connections inherit these options
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in KEEPALIVE.items():
             if hasattr(socket, name):
@@ -132,11 +132,12 @@ def listen(host: str, ports) -> socket.socket:
     raise UserError(f"cannot listen at {host}:{ports[0]}: {os.strerror(error.errno or 0)}; choose another address")
 
 
-# ---- candidates on their way
+# ---- transfer of candidates
 
 
 def pack(folders) -> bytes:
-    """Candidates' folders as an archive: of each, what measuring takes, under its number."""
+    """An archive of candidates' folders: the files of each that are needed for measuring, under the candidate's
+    number."""
     blob = io.BytesIO()
     with zipfile.ZipFile(blob, "w", zipfile.ZIP_DEFLATED) as archive:
         for number, folder in enumerate(folders):
@@ -147,7 +148,7 @@ def pack(folders) -> bytes:
 
 
 def unpack(blob: bytes, root: Path) -> list[Path]:
-    """The folders of `pack`, below `root`."""
+    """Unpacks an archive of `pack` below `root`. Returns the folders."""
     with zipfile.ZipFile(io.BytesIO(blob)) as archive:
         archive.extractall(root)
         numbers = {int(name.partition("/")[0]) for name in archive.namelist()}
@@ -158,7 +159,7 @@ def unpack(blob: bytes, root: Path) -> list[Path]:
 
 
 def devices(device: str | None) -> dict[str, str]:
-    """{api: arch and name} of what this machine can measure on."""
+    """{api: arch and name} of the devices of this machine that can measure."""
     from mlc_amd.runtime.devices.vulkan import gpu
     from mlc_amd.runtime.host import kfd_gpus
     from mlc_amd.schedules.cpu.base import arch
@@ -166,14 +167,14 @@ def devices(device: str | None) -> dict[str, str]:
     found = {"cpu": arch.resolve("native").name}
     if gpus := kfd_gpus():
         found["rocm"] = ", ".join(gpu["arch"] for gpu in gpus)
-    with suppress(UserError):  # no Vulkan here
+    with suppress(UserError):  # raised without Vulkan
         best = gpu.preferred(gpu.list_gpus(), device)[0]
         found["vulkan"] = f"{gpu.profile_of(best)} ({best.name})"
     return found
 
 
 def check_arch(candidate: Candidate, found: dict[str, str]) -> None:
-    """UserError if this machine's device is of another arch than the candidate's. cpu and rocm devices look for
+    """Raises UserError if this machine's device has another arch than the candidate. cpu and rocm devices check this
     themselves."""
     if candidate.api not in found:
         raise UserError(f"the candidates are for target {candidate.api}; this machine has {', '.join(found)} only")
@@ -183,7 +184,7 @@ def check_arch(candidate: Candidate, found: dict[str, str]) -> None:
 
 
 class Measuring:
-    """What a session's functions do. device: as `Measurer` takes it; found: of `devices`."""
+    """The functions of a session. device: see `Measurer`. found: the result of `devices`."""
 
     def __init__(self, device: str | None, found: dict[str, str]):
         self.found = found
@@ -228,7 +229,7 @@ class Measuring:
         return messages
 
     def register(self) -> None:
-        """Makes the functions known to TVM."""
+        """Registers the functions with TVM."""
         functions = {
             "hello": lambda: json.dumps(self.hello()),
             "work": lambda request, blob: self.work(str(request), blob),
@@ -242,10 +243,11 @@ class Measuring:
 
 
 def serve(tracker: tuple[str, int], key: str, device: str | None, host: str | None, say: Callable[[str], None]) -> None:
-    """Serves until it is ended. host: the address to listen at, default the one that this machine has on the way to the
-    tracker.
+    """Serves until the process is ended. host: the address to listen at, by default this machine's address on the route
+    to the tracker.
 
-    UserError for a key with blanks, without a way to the tracker, for what is none, and without a free port.
+    Raises UserError for a key with blanks, if the tracker cannot be reached or is something else, and without a free
+    port.
     """
     if not key or len(key.split()) != 1 or key != key.strip():
         raise UserError(f"--key '{key}' must be one word")
@@ -259,15 +261,15 @@ def serve(tracker: tuple[str, int], key: str, device: str | None, host: str | No
     say(f"serving at {host}:{port} as '{key}' of the tracker at {tracker[0]}:{tracker[1]}; Ctrl-C ends it")
     for api, what in found.items():
         say(f"  {api:8}{what}")
-    # TVM's own gives up after a minute, and after other errors than a refusal tries again at once, without a word
+    # TVM's own function gives up after a minute, and after errors other than a refusal retries at once and silently
     server.base.connect_with_retry = lambda place: wait_for_tracker(place, say)
     while True:
         try:
-            # TVM's class for this starts the same loop in another process, out of reach when it fails
+            # TVM's class would run this loop in another process, where failures could not be handled
             server._listen_loop(listening, port, key, tracker, None, host)
         except UserError:
             raise
-        except Exception as e:  # whatever comes in, and a session that dies, ends TVM's loop
+        except Exception as e:  # malformed input, or a session that dies, ends TVM's loop
             say(f"a session failed ({e}); serving on")
             os.chdir(home)
             time.sleep(AGAIN)
@@ -277,8 +279,8 @@ def serve(tracker: tuple[str, int], key: str, device: str | None, host: str | No
 
 
 def track(place: tuple[str, int], say: Callable[[str], None]) -> None:
-    """Is a tracker until it is ended. UserError without the package that TVM's tracker needs, or if the address is
-    taken."""
+    """Runs a tracker until the process is ended. Raises UserError without the package that TVM's tracker needs, and if
+    the address is in use."""
     extras.require("tornado")
     from tvm.rpc import tracker
 

@@ -1,10 +1,11 @@
 """MetaSchedule's evolutionary search over the plans of one workload, step by step: `propose` plans, measure them,
-`report`.
+`report` the results.
 
-Kernels come out of builder functions that take a plan, so MetaSchedule never sees one. Its candidates are traces that
-draw a plan's values and annotate them on the only block of a module that represents the workload. Mutation redraws one
-of them, a postproc rejects plans that the arch cannot run, the cost model is XGBoost on features of the plan. Where few
-plans are left the model ranks them all instead. No plan is proposed twice, nor one whose kernel is equal to another's.
+Kernels are built by functions that take a plan, so MetaSchedule never sees a kernel. Its candidates are traces, which
+draw the values of a plan and annotate them on the only block of a module that represents the workload. Mutation draws
+one of the values again, a postprocessor rejects plans that the arch cannot run, and the cost model is XGBoost on
+features of the plan. If few plans are left, the model ranks all of them instead. No plan is proposed twice, nor a plan
+whose kernel equals that of another plan.
 """
 
 import contextlib
@@ -36,14 +37,14 @@ WARMUP = 12  # measurements before the cost model is used
 GENERATIONS = 3
 MUTATE = 0.9
 EPSILON = 0.1  # share of proposals that are drawn at random
-RANKED = 512  # plans that the cost model ranks, at most: in the time of an evolution, and without a miss
+RANKED = 512  # the largest number of plans that the cost model ranks; this takes as long as an evolution
 INTRINSICS = "tvm.s_tir.tensor_intrin"
-ATTRIBUTE, BLOCK, PREFIX = "mlc_amd.workload", "task", "plan."  # of a reference; of its annotations
-FAILED = 1e10  # seconds of a plan that could not be measured, as in MetaSchedule's own databases
-TARGET = {"kind": "llvm"}  # MetaSchedule compiles nothing
-SIZES = ("m", "k", "n", "heads", "kv_heads", "d", "ctx")  # of a workload, 0 where it has none
+ATTRIBUTE, BLOCK, PREFIX = "mlc_amd.workload", "task", "plan."  # names in the module of `reference`; of annotations
+FAILED = 1e10  # "seconds" of a plan that could not be measured, as in MetaSchedule's own databases
+TARGET = {"kind": "llvm"}  # not used: MetaSchedule compiles nothing
+SIZES = ("m", "k", "n", "heads", "kv_heads", "d", "ctx")  # sizes of a workload; 0 for those that it does not have
 
-# Its C++ code warns through this logger of evolutions that find nothing, after which `propose` draws at random.
+# MetaSchedule's C++ code warns through this logger if an evolution finds no plan; `propose` then draws at random.
 logging.getLogger("tvm.s_tir.meta_schedule").setLevel(logging.ERROR)
 
 
@@ -51,7 +52,7 @@ logging.getLogger("tvm.s_tir.meta_schedule").setLevel(logging.ERROR)
 
 
 def reference(workload: Operator) -> tvm.IRModule:
-    """The module that represents the workload: equal workloads have structurally equal ones."""
+    """The module that represents a workload to MetaSchedule. Equal workloads have structurally equal modules."""
     x = te.placeholder((1,), "float32", name="x")
     y: Any = te.compute((1,), lambda i: x[i], name=BLOCK)
     func = te.create_prim_func([x, y]).without_attr("global_symbol").with_attr(ATTRIBUTE, workload.text)
@@ -59,7 +60,7 @@ def reference(workload: Operator) -> tvm.IRModule:
 
 
 def draw(schedule: s_tir.Schedule, space: Space, plan=None) -> None:
-    """Draws the plan's values, or any, and annotates them."""
+    """Draws the values of `plan`, or random values without one, and annotates them."""
     block = schedule.get_sblock(BLOCK)
     for name, values in space.choices.items():
         decision = None if plan is None else values.index(getattr(plan, name))
@@ -68,22 +69,23 @@ def draw(schedule: s_tir.Schedule, space: Space, plan=None) -> None:
 
 
 def plan_of(schedule: s_tir.Schedule, space: Space):
-    """The plan that a schedule's annotations say."""
+    """The plan in a schedule's annotations."""
     found: Any = schedule.get(schedule.get_sblock(BLOCK))
     return space.plan_type(**{name: int(found.annotations[PREFIX + name]) for name in space.choices})
 
 
-# ---- what the cost model sees
+# ---- the cost model
 
 
 def features(workload: Operator, space: Space, plan, arch) -> np.ndarray:
-    """float32 [features], equally many for all workloads whose spaces have the same plan type: these share a model,
-    hence the workload's sizes. Logarithms, which trees can split. ValueError or UserError as `Space.kernel`."""
+    """The features of a plan, float32 [features]. All workloads whose spaces have the same plan type share a model, so
+    they have the same number of features, and the workload's sizes are among them. Most are logarithms, which trees can
+    split well. Raises ValueError or UserError as `Space.kernel` does."""
     kernel, values = space.kernel(plan), [getattr(plan, name) for name in space.choices]
     threads = kernel.workgroups * kernel.threads
     waves, last = threads / getattr(arch, "wave", 1), kernel.workgroups / getattr(arch, "units", 1)
     derived = kernel.workgroups, kernel.threads, kernel.loads, waves, threads * kernel.loads
-    idle = 1 - last / math.ceil(last)  # of the compute units, while the last workgroups run
+    idle = 1 - last / math.ceil(last)  # share of the compute units that are idle while the last workgroups run
     ratios = [math.log2((1 + a) / (1 + b)) for i, a in enumerate(values) for b in values[:i]]
     args = workload.args | workload.args.get("layer", {}) | {"n": sum(rows for _, rows in workload.weights)}
     sizes = [args.get(name) or 0 for name in SIZES]
@@ -93,20 +95,21 @@ def features(workload: Operator, space: Space, plan, arch) -> np.ndarray:
 
 
 class CostModel:
-    """A cost model, which searches with the same type of plan share.
+    """A cost model. Searches with the same type of plan share one.
 
-    searches: by their workload's text. untrained: by search, (MetaSchedule's candidates, results) to be trained with.
+    searches: {text of the workload: search}. untrained: {search: (MetaSchedule's candidates, results) for the next
+    training}.
     """
 
     def __init__(self):
         self.searches: dict[str, Search] = {}
         self.untrained: dict[Search, list] = defaultdict(list)
         config = ms.cost_model.xgb_model.XGBConfig(nthread=1, tree_method="hist")
-        extractor: Any = _Extractor(self.searches)  # TVM takes any object with its method
+        extractor: Any = _Extractor(self.searches)  # Any: TVM accepts any object with the method
         self._model: Any = ms.cost_model.XGBModel(extractor=extractor, num_warmup_samples=WARMUP, config=config)
 
     def trained(self):
-        """MetaSchedule's model, trained with all results: when it is used, not with each measurement."""
+        """MetaSchedule's model, trained with all results so far. Training happens here, not with each measurement."""
         for search, results in self.untrained.items():
             self._model.update(search.context, *map(list, zip(*results, strict=True)))
         self.untrained.clear()
@@ -114,13 +117,13 @@ class CostModel:
 
 
 class Search:
-    """The search over one workload's space.
+    """The search over the space of one workload.
 
-    space: of the workload on `arch`. model: shared with other searches. measured: [(plan, seconds or None)] of earlier
-    runs, all plans of the space. seed: 1 or more; the same seed and reports give the same proposals, except for the
-    cost model's random start. first: plans of the space to be proposed after the default.
+    space: the workload's space on `arch`. model: may be shared with other searches. measured: [(plan, seconds or None)]
+    of earlier runs, all plans of the space. seed: 1 or more; the same seed and reports lead to the same proposals,
+    except for the cost model's random start. first: plans of the space to be proposed after the default plan.
 
-    seconds: of each measured plan, None where it failed. since_best: measurements since the last improvement.
+    seconds: {measured plan: seconds, None if it failed}. since_best: number of measurements since the last improvement.
     """
 
     def __init__(
@@ -136,7 +139,7 @@ class Search:
         self.workload, self.space, self.arch, self.first = workload, space, arch, first
         self.seconds: dict = {}
         self.since_best = 0
-        self._open: set = set()  # proposed and not reported
+        self._open: set = set()  # plans that were proposed and not reported yet
         self._random = random.Random(seed)
         self._model, self._database = model or CostModel(), ms.database.MemoryDatabase()
         self._model.searches[workload.text] = self
@@ -153,21 +156,22 @@ class Search:
 
     @property
     def best(self) -> tuple | None:
-        """(plan, seconds) of the fastest one measured."""
+        """(plan, seconds) of the fastest measured plan, or None."""
         return next(iter(self.ranked), None)
 
     @property
     def unmeasured(self) -> int:
-        """Plans of the space that were neither measured nor proposed."""
+        """The number of plans of the space that were neither measured nor proposed."""
         return len(self.space.plans) - len(self.seconds) - len(self._open)
 
     @property
     def pending(self) -> list:
-        """The plans to be measured before others, not yet measured or proposed: the default and `first`."""
+        """The plans that must be measured before others and were not measured or proposed yet: the default plan and
+        `first`."""
         return [plan for plan in dict.fromkeys([self.space.default, *self.first]) if not self._known(plan)]
 
     def propose(self, count: int) -> list:
-        """Up to `count` plans to measure next, the default first; fewer, or none, when the space has no more."""
+        """Up to `count` plans to measure next, the default plan first. Fewer, or none, if the space has no more."""
         chosen = []
 
         def take(plans) -> None:
@@ -183,7 +187,7 @@ class Search:
         return chosen
 
     def report(self, results) -> None:
-        """[(plan, seconds or None)] of plans that were proposed, in any order and in several calls."""
+        """Reports results [(plan, seconds or None)] of proposed plans, in any order and in several calls."""
         candidates, outcomes = [], []
         arguments = ms.arg_info.ArgInfo.from_prim_func(self._mod["main"])
         for plan, seconds in results:
@@ -205,11 +209,11 @@ class Search:
                 self.context.notify_runner_results(candidates, outcomes)
 
     def correct(self, plan, seconds: float | None) -> None:
-        """Replaces the time of a measured plan; None: its results were wrong."""
+        """Replaces the time of a measured plan. None: its results were wrong."""
         self.seconds[plan] = seconds
 
     def withdraw(self, plan) -> None:
-        """A proposed plan will not be measured now: it may be proposed again."""
+        """Marks a proposed plan as not measured, so that it may be proposed again."""
         self._open.discard(plan)
 
     # ---- MetaSchedule
@@ -219,7 +223,7 @@ class Search:
 
     @cached_property
     def context(self) -> ms.TuneContext:
-        """Made when it is first used."""
+        """MetaSchedule's context, created at its first use."""
         postprocs: Any = [_Fits(self.space)]
         mutators: Any = {_Redraw(self._random): 1.0}
         generator = ms.space_generator.ScheduleFn(lambda schedule: draw(schedule, self.space), [], postprocs, mutators)
@@ -242,8 +246,8 @@ class Search:
         return MeasureCandidate(schedule, [])
 
     def _rank(self, count: int) -> list:
-        """The `count` unmeasured plans, less EPSILON of them, that the cost model ranks first; of more than RANKED, a
-        sample is ranked."""
+        """Unmeasured plans that the cost model ranks first: about `count` * (1 - EPSILON) of them. If more than RANKED
+        plans are unmeasured, only a sample is ranked."""
         plans = [plan for plan in self.space.plans if not self._known(plan)]
         if len(plans) > RANKED:
             plans = self._random.sample(plans, RANKED)
@@ -252,9 +256,9 @@ class Search:
         return [plans[i] for i in np.argsort(-scores, kind="stable")[:wanted]]
 
     def _evolve(self, count: int) -> list:
-        """Plans from evolution; none where too few random draws are plans that the arch can run."""
+        """Plans from an evolution; [] if too few random plans can run on the arch."""
         context, model = self.context, self._model.trained()
-        if self._batch != count:  # its batches have a fixed size
+        if self._batch != count:  # MetaSchedule's batches have a fixed size
             if self._batch:
                 context.post_tuning()
             context.pre_tuning(1 << 30, count, context.generate_design_space(), self._database, model)
@@ -265,8 +269,8 @@ class Search:
 
 @contextlib.contextmanager
 def _without_intrinsics():
-    """TuneContext imports TVM's tensor intrinsics, 13 seconds of parsing that nothing here uses: an empty module
-    replaces them meanwhile."""
+    """Replaces TVM's tensor intrinsics by an empty module while TuneContext imports them: parsing them takes 13
+    seconds, and nothing here uses them."""
     if INTRINSICS in sys.modules:
         yield
         return
@@ -297,7 +301,7 @@ class _Fits(PyPostproc):
 
 @derived_object
 class _Redraw(PyMutator):
-    """Another value for one of the plan's fields; half of the time a neighbouring one."""
+    """Draws another value for one of the plan's fields; half of the time a neighbouring value."""
 
     def __init__(self, source: random.Random):
         super().__init__()
@@ -323,7 +327,7 @@ class _Redraw(PyMutator):
 
 @derived_object
 class _Extractor(PyFeatureExtractor):
-    """Features of candidates. searches: by their workload's text."""
+    """The features of candidates. searches: by the text of the workload."""
 
     def __init__(self, searches: dict[str, Search]):
         super().__init__()

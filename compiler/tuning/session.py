@@ -1,9 +1,9 @@
-"""A tuning session: the searches of all tasks over one database, and which of them measures next.
+"""A tuning session: the searches of all tasks over one database, and the choice of the task to measure next.
 
-The next batch goes to the task with the largest expected saving: the time that its calls take beyond the roofline,
-weighted by how often they happen, times a chance that decays with every measurement that did not improve it. What is
-reported is in the database before anything else happens, so a session that ends, however, loses nothing; a new one on
-the same database resumes.
+The next batch goes to the task with the largest expected saving: the time of its calls above the roofline, weighted by
+the number of calls, times a probability that decays with every measurement without improvement. Reported results are
+written to the database first. So a session loses nothing however it ends, and a new session on the same database
+continues.
 """
 
 import math
@@ -19,20 +19,20 @@ from mlc_amd.compiler.tuning.search import CostModel, Search
 from mlc_amd.compiler.tuning.tasks import Task
 from mlc_amd.schedules.space import Space, space
 
-BATCH = 8  # plans that are measured together: what Ctrl-C may lose
-FIRST = 2  # measurements of a first batch, where there is a time limit
-MAX_SLOWER = 4  # verified plans of a task that were slower than the default: then no others of it are verified
-VERIFYING = 8  # measurements that take as long as verifying a plan, roughly
-PATIENCE = 32  # measurements without improvement that halve a task's chance
+BATCH = 8  # plans that are measured together; Ctrl-C loses at most one batch
+FIRST = 2  # plans in the first batch if there is a time limit
+MAX_SLOWER = 4  # after so many verified plans that were slower than the default, no others of a task are verified
+VERIFYING = 8  # verifying a plan takes about as long as so many measurements
+PATIENCE = 32  # so many measurements without improvement halve a task's probability of improvement
 
 
 class TuningSession:
-    """tasks: of compiler/tuning/tasks.py; those with only one plan are left out. roofline: a task's call in seconds, at
-    best. seed: 1 or more. first: by a workload's key, plans to be measured before others; ValueError for one that is
-    not of its space.
+    """A session. tasks: see compiler/tuning/tasks.py; those with only one plan are left out. roofline: returns the
+    lower bound of a task's call, seconds. seed: 1 or more. first: {key of a workload: plans to be measured before
+    others}; raises ValueError for a plan that is not in the workload's space.
 
-    trials: measurements reported to this session. refuted: plans whose results were wrong. unverified: why plans could
-    not be verified, by (task, plan).
+    trials: number of measurements reported to this session. refuted: number of plans whose results were wrong.
+    unverified: {(task, plan): reason why it could not be verified}.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class TuningSession:
         self.arch, self.database, self.roofline = arch, database, roofline
         self.trials = self.refuted = 0
         self.unverified: dict[tuple[Task, object], str] = {}
-        self._slower = Counter()  # by task: plans that were not faster than the default in interleaved rounds
+        self._slower = Counter()  # task: number of plans that were not faster than the default in interleaved rounds
         self._searches: dict[Task, Search] = {}
         models: dict[type, CostModel] = defaultdict(CostModel)
         for task in tasks:
@@ -54,29 +54,29 @@ class TuningSession:
         self.tasks = list(self._searches)
 
     def space(self, task: Task) -> Space:
-        """Of one of `tasks`."""
+        """The space of one of `tasks`."""
         return self._searches[task].space
 
     @property
     def unmeasured(self) -> int:
-        """Plans of all tasks that were not measured yet."""
+        """The number of plans of all tasks that were not measured yet."""
         return sum(search.unmeasured for search in self._searches.values())
 
     # ---- what to measure
 
     def next(self, count: int) -> list[tuple[Task, Any]]:
-        """Up to `count` (task, plan): plans that come before all others, else plans of one task. Empty: all is
-        measured."""
+        """Up to `count` (task, plan) to measure next: plans that must come before others, else plans of one task. Empty
+        if everything is measured."""
         if chosen := self._new(count):
             return chosen
         ordered = sorted(self.tasks, key=self.saving, reverse=True)
         return next(filter(None, (self._propose(task, count) for task in ordered)), [])
 
     def round(self, count: int) -> list[tuple[Task, Any]]:
-        """`count` (task, plan) to be measured without feedback between them: plans that come before all others, then
-        plans of all tasks, by their expected saving; fewer when there are no more."""
+        """`count` (task, plan) to measure without feedback between them: plans that must come before others, then plans
+        of all tasks in proportion to their expected saving. Fewer if there are no more."""
         chosen = self._new(count)
-        # the square root gives small tasks some, too. A task without measurements counts by the bytes that it moves
+        # With the square root, small tasks get some plans too. Tasks without measurements count by the bytes they move.
         worth = {task: math.sqrt(self.saving(task) or task.weight * task.bytes * 1e-15) for task in self.tasks}
         seats = Counter()
         for _ in range(count - len(chosen)):
@@ -86,7 +86,7 @@ class TuningSession:
         return chosen + [job for task, plans in seats.items() for job in self._propose(task, plans)]
 
     def _new(self, count: int) -> list[tuple[Task, Any]]:
-        """Of up to `count` tasks, the plans that come before all others."""
+        """The plans that must come before others, of up to `count` tasks."""
         new = [(task, len(search.pending)) for task, search in self._searches.items() if search.pending]
         return [job for task, plans in new[:count] for job in self._propose(task, plans)]
 
@@ -94,7 +94,7 @@ class TuningSession:
         return [(task, plan) for plan in self._searches[task].propose(count)]
 
     def saving(self, task: Task) -> float:
-        """Seconds, weighted, that another batch is expected to save."""
+        """The weighted seconds that another batch of the task is expected to save."""
         search = self._searches[task]
         if not search.unmeasured:
             return 0.0
@@ -103,7 +103,7 @@ class TuningSession:
         return task.weight * gap * 0.5 ** (search.since_best / PATIENCE)
 
     def report(self, task: Task, plan, measured: Measured) -> None:
-        """A measurement of a plan that `next` gave, or of any plan of the task's space."""
+        """Stores the measurement of a plan that `next` returned, or of any plan of the task's space."""
         search = self._searches[task]
         plan = search.space.equal(plan)
         record = Record(**asdict(measured), plan=asdict(plan), default=plan == search.space.default, at=time.time())
@@ -112,14 +112,15 @@ class TuningSession:
         self.trials += 1
 
     def withdraw(self, task: Task, plan) -> None:
-        """A plan that `next` gave will not be measured now."""
+        """Marks a plan that `next` returned as not measured now."""
         self._searches[task].withdraw(plan)
 
     # ---- verification
 
     def unchecked(self) -> list[tuple[Task, Any]]:
-        """(task, plan) of each task's best plan if it is better than the default and not verified. A plan that could
-        not be verified is passed over; its whole task is, where the same reason met another plan, too."""
+        """(task, plan) to verify: the best plan of each task, if it is faster than the default plan and not verified.
+        Plans that could not be verified are skipped. If the same reason occurred for several plans, their whole tasks
+        are skipped."""
         reasons = Counter(self.unverified.values())
         hopeless = {task for (task, _), why in self.unverified.items() if reasons[why] > 1}
         hopeless |= {task for task, count in self._slower.items() if count >= MAX_SLOWER}
@@ -133,9 +134,9 @@ class TuningSession:
         return wanted
 
     def check(self, task: Task, plan, checked: Checked) -> None:
-        """The verification of a measured plan. A wrong one is excluded, and one that was slower than it looked gets its
-        new time: the next best plan may take its place. One that could not be verified is never used; a later session
-        tries again."""
+        """Stores the verification of a measured plan. A wrong plan is excluded; a plan that was slower than its
+        measurement gets the new time; then the next best plan may take its place. A plan that could not be verified is
+        never used, but a later session tries again."""
         search, workload = self._searches[task], task.workload
         plan = search.space.equal(plan)
         checked = self.database.check(workload, asdict(plan), checked)
@@ -159,21 +160,24 @@ def run(
     batch: Callable[[], int] = lambda: BATCH,
     progress=lambda session: None,
 ) -> None:
-    """Measures and verifies until the budget is spent (`trials` measurements, `seconds` for both) or every plan is
-    measured.
+    """Measures and verifies until the budget is spent (`trials` measurements; `seconds` for measurements and
+    verification), or until every plan is measured.
 
-    measure: callable([(workload, plan)]) -> [Measured], in that order, None for what was not measured. verify:
-    callable(workload, plan) -> Checked. batch: how many plans to measure together; called before each batch. progress:
-    called with the session after each batch. The best plans are verified at the end, also after an exception, which
-    then passes on. Where one fails or is slower than it looked, the next best is verified, too, unless the run was
-    interrupted or the time is up; a later session continues.
+    measure: callable([(workload, plan)]) -> [Measured] in that order, None for a plan that was not measured. verify:
+    callable(workload, plan) -> Checked. batch: returns the number of plans to measure together; called before each
+    batch. progress: called with the session after each batch.
+
+    The best plans are verified at the end, also after an exception, which is then raised again. If one fails or is
+    slower than measured, the next best plan is verified, unless the run was interrupted or the time is up; a later
+    session continues.
     """
     started = time.monotonic()
 
     def fit(seconds: float) -> int:
-        """How many measurements fit into the rest of the time, less the verification of the best plans."""
+        """The number of measurements that fit into the remaining time, after time is reserved to verify the best
+        plans."""
         spent = time.monotonic() - started
-        if not session.trials:  # their time is not known yet
+        if not session.trials:  # the time of a measurement is not known yet
             return FIRST if spent < seconds else 0
         each = spent / session.trials
         rest = seconds - spent - len(session.unchecked()) * VERIFYING * each
@@ -205,10 +209,12 @@ def run(
 
 
 class Interruptible:
-    """A runner, made by `make`, whose measurements Ctrl-C ends, for `run`. A context manager. stopped: it was pressed.
+    """A runner whose measurements Ctrl-C ends, for `run`. A context manager. make: creates the runner. stopped: whether
+    Ctrl-C was pressed.
 
-    KeyboardInterrupt is raised only while the runner measures: TVM would turn one that is raised while it calls Python
-    into another exception. The interrupted batch is lost; the next call of `measure` raises, so that `run` verifies.
+    KeyboardInterrupt is only raised while the runner measures, because TVM would turn one that is raised while it calls
+    Python into another exception. The interrupted batch is lost; the next call of `measure` raises KeyboardInterrupt,
+    so that `run` verifies the best plans.
     """
 
     def __init__(self, make: Callable, say: Callable[[str], None], progress: Callable[[int], None]):

@@ -1,10 +1,12 @@
-"""Records that the project ships, made of a user's measurements: `mlc-amd tune .. --ship DIR`.
+"""Makes the records that the project ships from a user's measurements: `mlc-amd tune .. --ship DIR`.
 
-In: an arch's database, after a run or the import of a kit, and a folder of shipped records (dist/tuned in a checkout).
-Out: DIR/<arch>.json, which `compile` reads for every user of such a GPU. It has, for each workload whose fastest plan
-is worth it, the Record (compiler/tuning/database.py) and the command that made it. A record replaces a shipped one of
-the same workload if its gain is larger; shipped ones that today's kernels cannot be built with, or whose plan is the
-rule's own by now or faster than an earlier rule's, are pruned.
+In: the database of an arch, after a run or the import of a kit, and a folder of shipped records (dist/tuned in a
+checkout). Out: DIR/<arch>.json, which `compile` reads for all users of such a GPU. For each workload whose fastest plan
+is better than the default by GAIN, it has the Record (compiler/tuning/database.py) and the command that measured it.
+
+A record replaces a shipped one of the same workload if its gain is larger. Shipped records are removed if current
+kernels cannot be built with them, if their plan is now the default of the rule, or if their gain refers to an earlier
+default.
 """
 
 import json
@@ -19,13 +21,14 @@ from mlc_amd.compiler.tuning.database import Database, Record, file_name, shippe
 from mlc_amd.schedules.operators import VERSION, from_json
 from mlc_amd.schedules.space import space
 
-GAIN = 1.03  # over the rule's plan, in interleaved rounds: less may be gone on another day
+GAIN = 1.03  # the least speedup over the rule's plan, in interleaved rounds; smaller ones may not be reproducible
 _EMPTY = asdict(Record(plan={}, seconds=None))
 
 
 @dataclass(frozen=True)
 class Shipping:
-    """What became of a file of shipped records: how many are new, replaced older ones, stayed and were pruned."""
+    """The changes to a file of shipped records: numbers of records that are new, replaced older ones, stayed, were
+    pruned."""
 
     path: Path
     added: int
@@ -35,7 +38,7 @@ class Shipping:
 
 
 def ship(database: Database, folder: Path, command: str) -> Shipping:
-    """Updates DIR/<arch>.json. UserError if the file there is damaged or of another arch."""
+    """Updates DIR/<arch>.json. Raises UserError if the existing file is damaged or of another arch."""
     arch, path = database.arch, folder / f"{file_name(database.arch.name)}.json"
     before = shipped_lines(path, arch)
     known = {line["key"]: line for line in map(_keyed, before) if line and _differs(line, arch)}
@@ -52,7 +55,7 @@ def ship(database: Database, folder: Path, command: str) -> Shipping:
 
 
 def _worth_shipping(database: Database, command: str) -> list[dict[str, Any]]:
-    """A line for each workload whose fastest plan is verified and faster than the rule's by GAIN."""
+    """A line for each workload whose fastest plan is verified and at least GAIN times as fast as the rule's plan."""
     found = []
     for workload, entry in database.entries.items():
         winner = entry.winner
@@ -64,7 +67,7 @@ def _worth_shipping(database: Database, command: str) -> list[dict[str, Any]]:
 
 
 def _keyed(line: dict[str, Any]) -> dict[str, Any] | None:
-    """The line with its workload's key; None for one that is of other kernels than today's."""
+    """The line with the key of its workload. None if it belongs to another version of kernels."""
     if line.get("version") != VERSION or line["tvm"] != tvm.__version__ or lines.fault(line):
         return None
     facts = {name: value for name, value in line.items() if name not in ("tvm", "version")}
@@ -72,7 +75,7 @@ def _keyed(line: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _differs(line: dict[str, Any], arch: Any) -> bool:
-    """Whether the plan is one of today's space, and not the rule's, over which its gain is."""
+    """Whether the plan is in the current space, is not the rule's plan, and its gain refers to the rule's plan."""
     found = space(from_json(line), arch)
     try:
         if found is None or found.equal(found.parse(line["plan"])) == found.default:

@@ -1,4 +1,4 @@
-"""What the database knows of a model's tasks: times, rooflines, progress. It is only read."""
+"""Summarizes what the database knows of a model's tasks: times, rooflines, progress. Only reads the database."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,12 +9,12 @@ from mlc_amd.schedules.space import space
 
 
 class TaskRow(NamedTuple):
-    """A task and what is known of it; times in seconds of a call, None where nothing is.
+    """A task and what is known about it. Times are seconds of a call; None if unknown.
 
-    share     of the total kernel time with the best plans known; of tasks without measurements, by `guess`
-    best      of the plans whose results are right; winner: its record
-    roofline  0 where it is not known
-    plans     how many there are; history: measurements in their order; failed: those without a right result
+    share     share of the total kernel time with the best known plans; tasks without measurements count by `guess`
+    best      time of the fastest plan whose results are right; winner: its record
+    roofline  0 if unknown
+    plans     number of plans; history: measurements in order; failed: number of those without a right result
     """
 
     task: Task
@@ -30,8 +30,8 @@ class TaskRow(NamedTuple):
 
 def rows(tasks, arch, roofline: Callable, guess: Callable, bounds: dict[str, float] | None = None) -> list[TaskRow]:
     """The tasks, those with the largest share of the time first. roofline(task, device), guess(task): seconds of a
-    call, of which the first may be 0; device: where the best plan was measured. bounds: by workload's key, measured
-    lower bounds as shares of the default kernels' times."""
+    call; roofline may return 0. device: where the best plan was measured. bounds: {key of a workload: measured lower
+    bound as a share of the default kernel's time}."""
     known, found = entries(arch), []
     for task in tasks:
         entry, choices = known.get(task.workload), space(task.workload, arch)
@@ -49,13 +49,14 @@ def rows(tasks, arch, roofline: Callable, guess: Callable, bounds: dict[str, flo
 
 
 def measured(tasks, arch) -> list[Task]:
-    """Those with any measurement."""
+    """The tasks with any measurement."""
     known = entries(arch)
     return [task for task in tasks if task.workload in known]
 
 
 def gain(found: list[TaskRow], rooflines: bool = False) -> str:
-    """What tuning has gained, in a line: total kernel time before and after. rooflines: and as shares of theirs."""
+    """One line that states what tuning has gained: total kernel time before and after. rooflines: also as shares of the
+    rooflines."""
     both = [(row.task.weight, row.default, row.best, row.roofline) for row in found if row.default and row.best]
     if not both:
         return "nothing to compare with the default plans yet"
@@ -71,7 +72,7 @@ def gain(found: list[TaskRow], rooflines: bool = False) -> str:
 
 
 def progress(history: list[Record]) -> tuple[list[int], list[float], list[float]]:
-    """(numbers, us, best us so far) of the measurements that gave a time; wrong plans are never the best."""
+    """(numbers, us, best us so far) of the measurements with a time. Wrong plans never count as the best."""
     numbers, times, bests = [], [], []
     for number, record in enumerate(history, 1):
         if record.seconds is not None:

@@ -1,5 +1,5 @@
-"""The tuning tasks of a model: its distinct kernels, from the same module that `compile` lowers, and how much each of
-them counts.
+"""The tuning tasks of a model: its distinct kernels, from the same module that `compile` lowers, and the weight of
+each.
 
 In: a model and a target. Out: `Task`s. Kernels that several functions or layers call, and kernels of the same shape and
 formats, are one task.
@@ -13,9 +13,9 @@ from mlc_amd.runtime.artifact.manifest import is_encoder
 from mlc_amd.schedules.gpu.exchange.joint import planned
 from mlc_amd.schedules.operators import Operator
 
-CHUNK = 512  # tokens that a prefill function's calls are counted for
-# What a task's weight is for: a prompt of CHUNK, and so many tokens of answers, of one sequence and of as many as each
-# step has. Smaller prefill functions serve ends of prompts: one call.
+CHUNK = 512  # length of the prompt in a task's weight, tokens
+# Length of the answer in a task's weight, tokens: for one sequence, and for as many sequences as each step has rows.
+# Smaller prefill functions compute the ends of prompts, so they count once.
 ANSWER = 128
 
 
@@ -25,9 +25,9 @@ class Task:
 
     name     as in the artifact
     calls    by function: calls per step (decode, step_*), per 512 tokens (prefill_*), or per run (image_*)
-    weight   calls for a prompt of 512 tokens and 128 tokens of answers with each function that makes them, and for a
-             run of each that encodes images
-    bytes    that a call moves at least; flops: its multiplications and additions
+    weight   number of calls for a prompt of 512 tokens and an answer of 128 tokens, summed over all functions that can
+             compute them, and for one run of each function that encodes images
+    bytes    the least that a call moves; flops: its multiplications and additions
     """
 
     workload: Operator
@@ -39,9 +39,9 @@ class Task:
 
 
 def extract(model, backend, ctx: int | None = None) -> list[Task]:
-    """The tasks of `model` (a GGUFModel or a synthetic one), those of the heaviest traffic first.
+    """The tasks of `model` (a GGUFModel or a synthetic one), those that move the most bytes first.
 
-    backend: a Target with one arch. ctx: as for `lower`. UserError as there.
+    backend: a Target with one arch. ctx: see `lower`. Raises UserError as `lower` does.
     """
     lowered = lower(model, backend, ctx)
     sizes = {function.name: function.m for function in lowered.functions}
@@ -58,7 +58,7 @@ def extract(model, backend, ctx: int | None = None) -> list[Task]:
                 weight += calls[function] if sizes[function] == longest else count
             elif is_encoder(function):
                 calls[function], weight = count, weight + count
-        if not calls:  # of a function that only --verify uses
+        if not calls:  # only functions for --verify call it
             continue
         about = work(workload, backend.kernels[name])
         if name in exchanging:  # the kernel that also exchanges the product takes the plan of this operator

@@ -1,19 +1,19 @@
-"""TensorIR kernels to SPIR-V compute shaders for Vulkan, without a shader compiler.
+"""Compiles TensorIR kernels to SPIR-V compute shaders for Vulkan, without a shader compiler.
 
 In: PrimFuncs with bound threads, and a `Profile` (schedules/gpu/base/profiles.py). Out: a `SpirvModule`: one SPIR-V
-module for each launch, with what the runtime has to know about it, and for each PrimFunc what to launch. The lowering
-is `lower.py`'s, the rest is in here:
+module for each launch, with the facts that the runtime needs, and the launches of each PrimFunc. `lower.py` lowers the
+kernels; the modules of this package generate the code:
 
-    emitter         a device function: statements, arguments, thread numbers; made of the parts below
+    emitter         a device function: statements, arguments, thread numbers; inherits from the parts below
     memory          addresses, loads, stores
     values          registers, packing, conversions
     expressions     operators
     intrinsics      calls: TIR's, LLVM's names, the externs "vk.*"
-    subgroup        lanes exchanging values
+    subgroup        exchange of values between lanes
     matrix          cooperative matrices
-    asm             SPIR-V as such
+    asm             writes SPIR-V instructions
 
-Modules take Vulkan 1.2 or newer, deterministically: equal kernels give equal bytes.
+Modules need Vulkan 1.2 or newer. Equal kernels produce equal bytes.
 """
 
 import functools
@@ -28,26 +28,25 @@ from mlc_amd.compiler.codegen.spirv.emitter import Emitter
 from mlc_amd.compiler.codegen.spirv.types import Unsupported
 from mlc_amd.schedules.gpu.base.profiles import Profile
 
-COHERENT = "mlc_amd.coherent"  # attribute: names of parameters that a launch's workgroups exchange data through
+COHERENT = "mlc_amd.coherent"  # attribute: names of the parameters through which workgroups of a launch exchange data
 LEAVE_OUT = (
-    # the generator's matter
-    "s_tir.LowerThreadAllreduce",
-    # put bound values back into the expressions that use them, which can make huge ones, and take them out again
+    "s_tir.LowerThreadAllreduce",  # subgroup.py does this
+    # These two substitute bound values into the expressions that use them, which can become huge, and bind them again.
     "tirx.StmtSimplify", "tirx.CommonSubexprElim",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class SpirvKernel:
-    """One launch's module.
+    """The module of one launch.
 
     binary          the words, little endian; the entry point is "main"
-    grid, block     workgroups, and threads of one, (x, y, z); in a row if lanes exchange values: subgroups are cut from
-                    rows
+    grid, block     number of workgroups, and threads of a workgroup, both (x, y, z). If lanes exchange values, the
+                    block is a row of threads, because subgroups are parts of rows
     reads, writes   numbers of the arguments that it reads and writes
     table           whether the only push constant is the address of a table of the arguments' addresses
     lds             bytes of shared memory
-    capabilities    what it needs of a device, by SPIR-V's names
+    capabilities    SPIR-V's names of the capabilities that it needs
     """
 
     binary: bytes
@@ -62,17 +61,17 @@ class SpirvKernel:
 
 @dataclass(frozen=True)
 class SpirvModule:
-    """modules: per launch, by symbol. functions: per PrimFunc what its call launches."""
+    """modules: one for each launch, by symbol. functions: the launches of each PrimFunc, by its name."""
 
     modules: dict[str, SpirvKernel]
     functions: dict[str, Function]
 
 
 def compile_spirv(kernels: dict[str, tirx.PrimFunc], profile: Profile) -> SpirvModule:
-    """SPIR-V for all of `kernels` (name: PrimFunc with bound threads, static extents, buffers as parameters).
+    """Compiles `kernels` (name: PrimFunc with bound threads, static extents, and buffers as parameters) to SPIR-V.
 
-    ValueError for a kernel that the profile cannot run (too many threads, too much shared memory, extents unknown at
-    compile time) or that has something in it for which there is no SPIR-V; it names the kernel.
+    Raises ValueError, with the kernel's name, for a kernel that the profile cannot run (too many threads, too much
+    shared memory, extents unknown at compile time), and for constructs that have no SPIR-V here.
     """
     target = vulkan_target(profile)
 
@@ -101,7 +100,7 @@ def compile_spirv(kernels: dict[str, tirx.PrimFunc], profile: Profile) -> SpirvM
 
 @functools.cache
 def vulkan_target(profile: Profile) -> tvm.target.Target:
-    """TVM's target of a profile."""
+    """TVM's target for a profile."""
     options = {
         "kind": "vulkan",
         "thread_warp_size": profile.wave,
@@ -113,7 +112,7 @@ def vulkan_target(profile: Profile) -> tvm.target.Target:
 
 
 def _finalize(module):
-    """What TVM does to device functions before code generation, without what its code generators want for
-    themselves."""
+    """The passes that TVM runs on device functions before code generation, without those that only TVM's own code
+    generators need."""
     x = tirx.transform
     return tvm.transform.Sequential([x.FP8StorageLegalize(), x.BF16StorageLegalize(), expand()])(module)

@@ -1,7 +1,8 @@
-"""SPIR-V as such: one module with one compute entry point, written instruction by instruction. Knows nothing of TVM.
+"""Writes SPIR-V: a module with one compute entry point, instruction by instruction. Does not depend on TVM.
 
-Types are named "bool", "i32", "f16", ... or ("vec", name, n). Integers have no sign (their instructions do). Types and
-constants are made once, so are pure instructions where their value is known already. In: calls. Out: `Asm.binary`.
+In: calls of `Asm`'s methods. Out: `Asm.binary`. Types are named "bool", "i32", "f16", ... or ("vec", name, n). Integer
+types have no sign; instructions do. Each type and constant is declared once. A pure instruction is not repeated where
+its value is already known.
 """
 
 import struct
@@ -10,9 +11,9 @@ from contextlib import contextmanager
 from mlc_amd.compiler.codegen.spirv import opcodes
 from mlc_amd.compiler.codegen.spirv.opcodes import DECORATIONS, GLSL, OP, STORAGE, UNTYPED
 
-MAGIC, VERSION = 0x07230203, 0x00010500  # 1.5: what Vulkan 1.2 takes
+MAGIC, VERSION = 0x07230203, 0x00010500  # SPIR-V 1.5, the version that Vulkan 1.2 accepts
 PHYSICAL_64, GLSL450, VULKAN, GL_COMPUTE, LOCAL_SIZE = 5348, 1, 3, 5, 17
-UNROLL, DONT_UNROLL = 1, 2  # hints of a loop
+UNROLL, DONT_UNROLL = 1, 2  # loop control hints
 FLOATS = {"f16": ("<H", "<e"), "f32": ("<I", "<f")}
 TYPE_CAPABILITIES = {"f16": "Float16", "i64": "Int64"}
 STORAGE_CAPABILITIES = {
@@ -28,33 +29,33 @@ def instruction(op, *words):
 
 
 def string(text):
-    """A literal string in words."""
+    """A literal string as words."""
     data = text.encode() + b"\0"
     count = -(-len(data) // 4)
     return list(struct.unpack(f"<{count}I", data.ljust(count * 4, b"\0")))
 
 
 class Asm:
-    """The module being written. Values are ids (ints)."""
+    """The module that is being written. Values are ids (ints)."""
 
     def __init__(self):
         self.bound, self.capabilities, self.interface = 1, {"Shader"}, []
         self.decorations, self.globals, self.locals, self.body = [], [], [], []
-        self.known = {}  # module level: what was made -> its id
-        self.types, self.constants = {}, {}  # the same by type's name, and by value
-        self.scopes = [{}]  # per open region: pure instruction -> its id
-        self.label = None  # of the block being filled
+        self.known = {}  # module level: (instruction, operands) of a type or constant -> its id
+        self.types, self.constants = {}, {}  # caches: type name -> id, (type, value) of a constant -> id
+        self.scopes = [{}]  # for each open region: pure instruction -> its id
+        self.label = None  # of the block that is being filled
         self.glsl = self.new()
 
     def new(self):
-        """A fresh id."""
+        """A new id."""
         self.bound += 1
         return self.bound - 1
 
     # ---- module level
 
     def unique(self, op, *args):
-        """A type or constant, made once."""
+        """A type or constant, declared once."""
         key = (op, *args)
         if key not in self.known:
             made = self.known[key] = self.new()
@@ -62,7 +63,7 @@ class Asm:
         return self.known[key]
 
     def type(self, name):
-        """A type to compute with; `name` may be a type's id."""
+        """The id of a type for arithmetic. name: a type's name, or already an id."""
         if isinstance(name, int):
             return name
         if (made := self.types.get(name)) is None:
@@ -79,7 +80,7 @@ class Asm:
         return self._number(name)
 
     def storage_type(self, name):
-        """A type that only buffers hold: needs no arithmetic."""
+        """The id of a type that only buffers hold, so that it needs no capability for arithmetic."""
         if name not in STORAGE_CAPABILITIES:
             return self.type(name)
         self.capabilities.add(STORAGE_CAPABILITIES[name])
@@ -94,7 +95,7 @@ class Asm:
         return self.unique("TypePointer", STORAGE[storage], pointee)
 
     def const(self, name, value):
-        """A constant of a scalar type; integers wrap around, floats are rounded."""
+        """A constant of a scalar type. Integers wrap around; floats are rounded."""
         key = name, value or str(value)  # 0.0 == -0.0
         if (made := self.constants.get(key)) is None:
             made = self.constants[key] = self._const(name, value)
@@ -115,7 +116,7 @@ class Asm:
         return self.unique("TypeArray", element, self.const("i32", count))
 
     def array_in_memory(self, element, stride, count=None):
-        """A type of arrays in buffers, of known length or, for None, any."""
+        """The type of an array in a buffer. count: its length; None for a runtime array."""
         key = ("memory", element, count)
         if key not in self.known:
             made = self.new()
@@ -128,7 +129,7 @@ class Asm:
         return self.known[key]
 
     def block(self, members, offsets, *decorations):
-        """A struct type that lies in memory at these offsets; `decorations` of all members."""
+        """A struct type in memory, with members at these offsets. decorations: of every member."""
         key = ("block", tuple(members), tuple(offsets), decorations)
         if key not in self.known:
             made = self.known[key] = self.new()
@@ -168,7 +169,8 @@ class Asm:
         self.body += instruction(op, *words)
 
     def op(self, op, of, *args, pure=True):
-        """The result, of type `of`, of an instruction. A pure one is not repeated where its value is known already."""
+        """The result of an instruction; `of` is the result's type. A pure instruction is not repeated where its value
+        is already known."""
         of = self.type(of)
         key = (op, of, *args)
         if pure:
@@ -192,15 +194,15 @@ class Asm:
 
     @contextmanager
     def region(self, label):
-        """Starts a block whose values are not known after the region."""
+        """Starts a block. Values that are computed in the region are not known after it."""
         self.begin(label)
         self.scopes.append({})
         yield
         self.scopes.pop()
 
     def selection(self, condition, then, otherwise=None):
-        """If: runs the callables that fill the branches. Returns per branch (what it returned, the label of its last
-        block)."""
+        """An if statement. Calls `then` and `otherwise` to fill the branches. Returns (the callable's result, label of
+        the branch's last block) for each branch."""
         first, second, merge = self.new(), self.new() if otherwise else None, self.new()
         self.emit("SelectionMerge", merge, 0)
         self.emit("BranchConditional", condition, first, second or merge)
@@ -250,7 +252,7 @@ class Asm:
         self.begin(merge)
 
     def binary(self, block, name="main") -> bytes:
-        """The finished module. block: the workgroup's size. Ends the function."""
+        """The bytes of the finished module. Ends the function. block: the workgroup's size (x, y, z)."""
         main, entry, void = self.new(), self.new(), self.type("void")
         function = self.unique("TypeFunction", void)
         vulkan = "VulkanMemoryModel" in self.capabilities

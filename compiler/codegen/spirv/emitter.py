@@ -1,7 +1,7 @@
-"""One lowered device function to one SPIR-V module: the walk over its statements, its arguments and thread numbers.
+"""Emits one lowered device function as one SPIR-V module: statements, arguments and thread numbers.
 
-Arguments are 64-bit addresses in push constants; more than the profile has room for are read from a table in memory,
-whose address is the only push constant then.
+Arguments are 64-bit addresses in push constants. If there are more arguments than the profile allows, they are read
+from a table in memory, and the only push constant is the table's address.
 """
 
 import math
@@ -22,16 +22,16 @@ from mlc_amd.schedules.gpu.base.step import KEPT, ONCE
 ADDRESS = 8
 AXES = "xyz"
 SCANNED = (tirx.DeclBuffer, tirx.AllocBuffer, tirx.Bind, tirx.BufferStore, tvm.ir.TensorLoad, tvm.ir.Call)
-# calls that write where an argument, address_of(load), points
+# Calls that write through an argument of the form address_of(load): the argument's number
 WRITING = {"tvm_store_matrix_sync": 5, "atomic_add": 0, "vk.volatile_store": 1}
 
 
 class Emitter(Subgroup, Matrix):
     """Writes one module. func: a device function. block: its workgroup (x, y, z). coherent: numbers of the parameters
-    that a launch's workgroups exchange data through. After `run`, the attributes binary, local_size, reads, writes
-    (numbers of parameters), table, lds and asm have the rest.
+    through which workgroups of the launch exchange data. After `run`, the results are in the attributes binary,
+    local_size, reads and writes (numbers of parameters), table, lds and asm.
 
-    Unsupported for what there is no SPIR-V for here.
+    Raises Unsupported for constructs that have no SPIR-V here.
     """
 
     def run(self):
@@ -60,11 +60,11 @@ class Emitter(Subgroup, Matrix):
         )
         return self
 
-    # ---- before
+    # ---- before the first instruction
 
     def _scan(self, node):
-        """What must be known before the first instruction: parameters' accesses, local arrays' indices, which features
-        are used."""
+        """Collects what must be known before the first instruction: which parameters are read and written, the
+        variables in indices of local arrays, and which features are used."""
         name = kind(node)
         if name == "DeclBuffer":
             source = buffer_of(node.data)
@@ -85,7 +85,7 @@ class Emitter(Subgroup, Matrix):
                     walk(index, tvm.ir.Var, self.indexing.add)
 
     def _follow_indices(self):
-        """Adds to `indexing` what its variables are made of."""
+        """Adds to `indexing` the variables from which its variables are computed."""
         pending = list(self.indexing)
         while pending:
             found = set()
@@ -109,7 +109,7 @@ class Emitter(Subgroup, Matrix):
         for param in params:
             if not isinstance(param.ty, tvm.ir.PointerType):
                 raise Unsupported(f"argument {param.name} of type {param.ty}")
-        # the first block holds variables; values that all others may use come after it
+        # The first block holds variables. Values for all other blocks come in the second block.
         entry = asm.new()
         asm.emit("Branch", entry)
         asm.begin(entry)
@@ -156,20 +156,22 @@ class Emitter(Subgroup, Matrix):
         ty, called = parse(variable.ty), name_of(value) if kind(value) == "Call" else ""
         if called == "fragment_length":
             self.lengths.add(variable)
-        if ty.lanes == 1 and ty.code in ("int", "uint"):  # what indices are made of
+        if ty.lanes == 1 and ty.code in ("int", "uint"):  # indices consist of such values
             self._define(variable, value, ty)
             if called not in UNIFORM and self.varies(value):
                 self.varying.add(variable)
 
     def _define(self, variable, value, ty):
-        """Tells the analyzer what an integer variable is. It puts expressions in the place of variables: not those that
-        depend on when they are evaluated, nor unsigned ones, which are no indices but long chains of bits."""
+        """Tells the analyzer the value or the bounds of an integer variable. A variable that is bound to an expression
+        is replaced by it when the analyzer simplifies. This must not happen to expressions whose value depends on when
+        they are evaluated, nor to unsigned ones, which are no indices but long chains of bit operations: these get
+        bounds only."""
         if ty.code == "int" and self.timeless(value):
             self.definitions[variable] = value
             self.analyzer.bind(variable, value, True)
         else:
             if kind(value) == "Call" and name_of(value) == "vk.broadcast_first":
-                (_, value) = value.args  # all lanes have the same number
+                (_, value) = value.args  # the value is the same in all lanes, so it has the same bounds
             self.analyzer.update(variable, self.analyzer.const_int_bound(value), True)
             self.analyzer.update(variable, self.analyzer.modular_set(value), True)
 
@@ -211,7 +213,7 @@ class Emitter(Subgroup, Matrix):
 
     def _bind_thread(self, variable, tag, extent):
         where, axis = tag.split(".")
-        begin: Any = 0  # TVM makes a constant of it
+        begin: Any = 0  # Any: TVM converts it to a constant
         self.analyzer.bind(variable, tvm.ir.Range(begin, extent), True)
         if extent == 1:
             self.environment[variable] = self.int_const(0)
@@ -227,8 +229,8 @@ class Emitter(Subgroup, Matrix):
         return self.asm.op("CompositeExtract", "i32", vector, AXES.index(axis))
 
     def thread(self, axis):
-        """threadIdx of an axis. Where lanes exchange values, by what the driver calls lanes and subgroups, not by its
-        habits."""
+        """threadIdx of an axis. If lanes exchange values, it is computed from the lane and subgroup numbers that the
+        driver reports, as drivers may assign threads to subgroups in any way."""
         if not self.by_subgroup:
             return self._component("LocalInvocationId", axis)
         asm, (x, y, z) = self.asm, self.block

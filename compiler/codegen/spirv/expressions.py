@@ -1,4 +1,4 @@
-"""TIR expressions to SPIR-V: `value(e)` is an id, or a list of ids for a vector."""
+"""Converts TIR expressions to SPIR-V: `value(e)` returns an id, or a list of ids for a vector."""
 
 from typing import Any
 
@@ -9,29 +9,29 @@ from mlc_amd.compiler.codegen.spirv.values import Values
 
 ARITHMETIC = {"Add": "Add", "Sub": "Sub", "Mul": "Mul"}
 COMPARISONS = {"LT": "LessThan", "LE": "LessThanEqual", "GT": "GreaterThan", "GE": "GreaterThanEqual"}
-EQUALITY = {  # by the register's first letter
+EQUALITY = {  # by the first letter of the register's type
     "EQ": {"f": "FOrdEqual", "i": "IEqual", "b": "LogicalEqual"},
     "NE": {"f": "FUnordNotEqual", "i": "INotEqual", "b": "LogicalNotEqual"},
 }
-# on integers: on booleans
+# instruction for integers: instruction for booleans
 BITWISE = {"BitwiseAnd": "LogicalAnd", "BitwiseOr": "LogicalOr", "BitwiseXor": "LogicalNotEqual"}
 SIGNS = {"float": "F", "int": "S", "uint": "U", "bool": "U"}
 
 
 class Expressions(Values):
-    """Part of the emitter."""
+    """Part of the emitter: expressions."""
 
     def value(self, e) -> Any:
         """The id of an expression's value; a list of ids if it is a vector."""
         return self.dispatch("expr_", e)
 
     def lanes(self, e, count):
-        """A vector's ids; a scalar's repeated."""
+        """The ids of a vector's lanes. A scalar is repeated `count` times."""
         value = self.value(e)
         return value if isinstance(value, list) else [value] * count
 
     def map(self, function, ty, *operands):
-        """`function` of the operands' values, lane by lane."""
+        """Applies `function` to the values of the operands, lane by lane."""
         if ty.lanes == 1:
             return function(*(self.value(o) for o in operands))
         return [function(*lanes) for lanes in zip(*(self.lanes(o, ty.lanes) for o in operands), strict=True)]
@@ -91,7 +91,7 @@ class Expressions(Values):
     expr_BitwiseAnd = expr_BitwiseOr = expr_BitwiseXor = expr_LShift = expr_RShift = _binary
 
     def packed_halves(self, function, ty, *operands):
-        """float16 arithmetic two at a time: function(type, *vectors of two)."""
+        """float16 arithmetic on pairs of lanes: function(type, *vectors of two)."""
         operands, out = [self.lanes(o, ty.lanes) for o in operands], []
         for k in range(0, ty.lanes, 2):
             pairs = [self.pair("f16", *lanes[k : k + 2]) for lanes in operands]
@@ -124,15 +124,16 @@ class Expressions(Values):
         raise Unsupported(name)
 
     def shift(self, left, ty, x, by):
-        """One lane of a shift; to the right with the sign of signed integers."""
+        """One lane of a shift. A right shift of a signed integer is arithmetic."""
         register = self.register(ty)
         if left:
             return self.wrap(self.asm.op("ShiftLeftLogical", register, x, by), ty)
         return self.asm.op("ShiftRightArithmetic" if ty.code == "int" else "ShiftRightLogical", register, x, by)
 
     def _floor(self, e):
-        """floordiv, floormod: shifts and masks are exact for either sign; else unsigned where the analyzer proves that
-        it may be."""
+        """floordiv and floormod. For powers of two: shifts and masks, which are exact for both signs. Otherwise
+        unsigned division if the analyzer proves that the operands are not negative, else signed division with a
+        correction."""
         ty, divide, asm = parse(e.ty), kind(e) == "FloorDiv", self.asm
         if ty.code not in ("int", "uint"):
             raise Unsupported(f"{kind(e)} on {e.ty}")
@@ -152,7 +153,7 @@ class Expressions(Values):
     def _floor_signed(self, divide, ty, x, y):
         asm, register = self.asm, self.register(ty)
         zero, rest = asm.const(register, 0), self.remainder(register, x, y)
-        # signs of rest and y differ
+        # whether rest and y have different signs
         opposite = asm.op("SLessThan", "bool", asm.op("BitwiseXor", register, rest, y), zero)
         fix = asm.op("LogicalAnd", "bool", asm.op("INotEqual", "bool", rest, zero), opposite)
         if divide:

@@ -1,21 +1,21 @@
-"""Calls: TIR's own functions, LLVM's names for what AMD's vector unit does, and the externs "vk.*" of
-schedules/gpu/base/device.py, which are methods of their names here (vk_dot4).
+"""Converts calls: TIR's own functions, LLVM intrinsics of AMD's vector unit, and the externs "vk.*" of
+schedules/gpu/base/device.py. An extern "vk.dot4" is the method vk_dot4.
 
-Externs (words: 32-bit scalars):
+Externs (a word is a 32-bit scalar):
     vk.dot4(a, b)                   int32: the sum of the four products of the signed bytes of two words
-    vk.lookup(x, a, b, ..)          uint32: for the lowest two, three or four bits of each byte of x the byte of that
-                                    number in one, two or four constants
-    vk.shuffle_xor(x, mask)         the word of the lane whose number differs by a constant mask
+    vk.lookup(x, a, b, ..)          uint32: byte i is the byte of the constants a, b, .. whose number is byte i of x.
+                                    One, two or four constants, so two, three or four bits of each byte of x count
+    vk.shuffle_xor(x, mask)         the word of lane number (this lane's number xor mask); mask is constant
     vk.shuffle(x, lane)             the word of lane number `lane`
-    vk.broadcast(x, lane)           the word of lane number `lane`, the same one in all lanes
-    vk.broadcast_first(x)           the word of the first active lane: for values that all lanes share anyway
-    vk.reduce_add, _max, _min (x)   over all lanes of the subgroup
+    vk.broadcast(x, lane)           the word of lane number `lane`, which must be the same in all lanes
+    vk.broadcast_first(x)           the word of the first active lane; x must be the same in all lanes
+    vk.reduce_add, _max, _min (x)   the reduction over all lanes of the subgroup
     vk.lane()                       int32: this lane's number
     vk.any(x)                       bool: whether a bool is true in any lane
-    vk.wave_barrier()               waits for the subgroup; its shared memory is the same for all of it after it
-    vk.volatile_load(address)       int64x2: two words of 64 bits of a parameter, from memory; neither is torn
-    vk.volatile_store(address, x)   the opposite
-    vk.memory_barrier()             memory accesses to buffers before and after it stay there, for the whole device
+    vk.wave_barrier()               barrier of the subgroup; afterwards all its lanes see its writes to shared memory
+    vk.volatile_load(address)       int64x2: loads two 64-bit words of a parameter from memory; neither word is torn
+    vk.volatile_store(address, x)   stores two 64-bit words in the same way
+    vk.memory_barrier()             no access to buffers is moved across it, as seen by the whole device
 """
 
 from tvm import tirx
@@ -26,14 +26,14 @@ from mlc_amd.compiler.codegen.spirv.memory import Memory
 from mlc_amd.compiler.codegen.spirv.types import Type, Unsupported, has_load, kind, parse, size
 
 INT8 = Type("int", 8, 1)
-WORDS = ("vec", "i64", 2)  # of a volatile access
+WORDS = ("vec", "i64", 2)  # the type of a volatile access
 LLVM_MATH = {
     "llvm.fma": "Fma", "llvm.maxnum": "NMax", "llvm.minnum": "NMin", "llvm.rint": "RoundEven", "llvm.fabs": "FAbs",
     "llvm.sqrt": "Sqrt", "llvm.floor": "Floor", "llvm.ceil": "Ceil", "llvm.trunc": "Trunc", "llvm.amdgcn.exp2": "Exp2",
     "llvm.amdgcn.rsq": "InverseSqrt", "llvm.amdgcn.sqrt": "Sqrt", "llvm.amdgcn.log": "Log2",
 }  # fmt: skip
-PACKED = {"Fma", "NMax", "NMin"}  # two float16 at a time
-# LLVM name, without its type -> method
+PACKED = {"Fma", "NMax", "NMin"}  # functions that take two float16 at a time
+# LLVM name without the type suffix -> method
 LLVM = {
     "llvm.ctpop": "call_popcount",
     "llvm.amdgcn.rcp": "reciprocal",
@@ -50,18 +50,19 @@ NAMED = LLVM_CALLS + EXTERN_CALLS
 
 
 def name_of(call) -> str:
-    """What a call calls: an LLVM name, an extern's name, or a TIR function's without its prefix."""
+    """The name of the function that is called: an LLVM name, an extern's name, or a TIR function's name without its
+    prefix."""
     op = call.op.name.split(".", 1)[1]
     return _name(call.args[0]) if op in NAMED else op
 
 
 def _name(argument):
-    """An extern's name is a string, an LLVM intrinsic's its number."""
+    """The name in the first argument of a call: a string for an extern, a number for an LLVM intrinsic."""
     return llvm_get_intrinsic_name(int(argument)) if isinstance(argument, tirx.IntImm) else str(argument.value)
 
 
 class Intrinsics(Memory):
-    """Part of the emitter."""
+    """Part of the emitter: calls."""
 
     def expr_Call(self, e):
         op, name = e.op.name.split(".", 1)[1], name_of(e)
@@ -88,17 +89,18 @@ class Intrinsics(Memory):
         self.barrier()
 
     def barrier(self):
-        """Waits for the workgroup; its shared memory is the same for all after it."""
+        """A barrier of the workgroup. Afterwards all its threads see its writes to shared memory."""
         semantics = opcodes.ACQUIRE_RELEASE | opcodes.WORKGROUP_MEMORY
         workgroup = self.int_const(opcodes.WORKGROUP)
         self.asm.emit("ControlBarrier", workgroup, workgroup, self.int_const(self.ordering(semantics)))
 
     def ordering(self, semantics):
-        """Memory semantics; the Vulkan memory model also needs writes to be made available and visible."""
+        """Memory semantics of a barrier. The Vulkan memory model also requires that writes are made available and
+        visible."""
         return semantics | (opcodes.MAKE_AVAILABLE | opcodes.MAKE_VISIBLE if self.vulkan_model else 0)
 
     def call_if_then_else(self, e, condition, x, y):
-        """The arms may load out of bounds when not taken."""
+        """An arm that loads is only evaluated if it is taken: it may load out of bounds."""
         ty = parse(e.ty)
         register = self.register(ty)
         if not (has_load(x) or has_load(y)):
@@ -138,8 +140,8 @@ class Intrinsics(Memory):
     # ---- memory that workgroups share
 
     def call_atomic_add(self, e, address, value):
-        """The value before; int32 or uint32 in a parameter or a shared buffer. It orders no other accesses:
-        `vk_memory_barrier` and barriers do."""
+        """Returns the value before the addition. int32 or uint32, in a parameter or a shared buffer. It does not order
+        other accesses: `vk_memory_barrier` and barriers do."""
         load, ty = address.args[0], parse(e.ty)
         array = self.arrays.get(load.source)
         if ty.bits != 32 or ty.code == "float" or (array and array.storage != "Workgroup"):
@@ -164,8 +166,8 @@ class Intrinsics(Memory):
         self.asm.emit("Store", pointer, self.asm.op("CompositeConstruct", WORDS, *self.value(pair)), *operands)
 
     def _volatile(self, address):
-        """A pointer to two words of a parameter and the memory operands of an access to them. Words of 64 bits: drivers
-        that load the parts of a vector one by one do not tear these."""
+        """(pointer to two 64-bit words of a parameter, *memory operands of the access). Words have 64 bits because
+        drivers may load the components of a vector one by one, but do not tear a component."""
         load = address.args[0]
         index = self.analyzer.simplify(load.indices[0])
         if self.vulkan_model or parse(load.ty).bits != 64 or self.known_multiple(index, 0) % 2:
@@ -182,8 +184,8 @@ class Intrinsics(Memory):
         return self.asm.op("FDiv", "f32", self.asm.const("f32", 1.0), self.value(x))
 
     def byte_permute(self, e, high, low, selector):
-        """Byte i of the result: byte number selector[i] of the eight bytes low, high; from 12 on zero. As v_perm_b32,
-        selectors 8..11 (signs) excepted."""
+        """v_perm_b32, without selectors 8 to 11 (signs): byte i of the result is byte number selector[i] of the eight
+        bytes low, high; it is zero if selector[i] >= 12."""
         if not isinstance(selector, tirx.IntImm):
             return self._permute_by_value(self.value(high), self.value(low), self.value(selector))
         asm, words = self.asm, (self.value(low), self.value(high))
@@ -199,7 +201,7 @@ class Intrinsics(Memory):
         return self.int_const(0) if total is None else total
 
     def _moved_byte(self, word, source, target):
-        """Byte `source` of a word at the place of byte `target`, zeros around it."""
+        """A word with byte `source` of `word` at the place of byte `target`, and zeros elsewhere."""
         asm, distance = self.asm, 8 * (source - target)
         if distance:
             op = "ShiftRightLogical" if distance > 0 else "ShiftLeftLogical"
@@ -219,7 +221,7 @@ class Intrinsics(Memory):
         return out
 
     def vk_lookup(self, e, x, *words):
-        """Each bit of the codes halves what may be meant, four bytes at a time."""
+        """A binary search in all four bytes at the same time: each bit of the indices halves the candidates."""
         asm, const, x = self.asm, self.int_const, self.value(x)
         table = b"".join(int(word).to_bytes(4, "little") for word in words)
         found = [const(int.from_bytes(bytes([byte] * 4), "little", signed=True)) for byte in table]
@@ -246,7 +248,8 @@ class Intrinsics(Memory):
         return asm.op("IAdd", "i32", first, second)
 
     def word(self, e):
-        """The bits of a 32-bit scalar or of four bytes; no bytes are taken apart that a word was made of."""
+        """The bits of a 32-bit scalar or of four bytes, as an id. A word that was reinterpreted as bytes is used
+        directly."""
         ty = parse(e.ty)
         if kind(e) == "Call" and name_of(e) == "reinterpret" and parse(e.args[0].ty)[1:] == (32, 1):
             return self.word(e.args[0])

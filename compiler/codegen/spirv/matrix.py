@@ -1,13 +1,14 @@
-"""Cooperative matrices (SPV_KHR_cooperative_matrix) from TVM's tensor core form.
+"""Emits cooperative matrices (SPV_KHR_cooperative_matrix) for TVM's tensor core form.
 
-Buffers in the scopes wmma.matrix_a, wmma.matrix_b and wmma.accumulator, tvm_fill_fragment, tvm_load_matrix_sync,
-tvm_mma_sync and tvm_store_matrix_sync; with the externs (a fragment is buffer.data, constant index)
+In: buffers in the scopes wmma.matrix_a, wmma.matrix_b and wmma.accumulator; calls of tvm_fill_fragment,
+tvm_load_matrix_sync, tvm_mma_sync and tvm_store_matrix_sync; and these externs, in which a fragment is two arguments
+(buffer.data, constant index):
     fragment_scale(fragment, scalar)        in place
     fragment_cast(to, from)                 between accumulators of equal shape
-    fragment_length(fragment)               how many of its components a lane has; which ones, only the driver knows
+    fragment_length(fragment)               number of components that a lane holds; only the driver knows which ones
     fragment_get(fragment, i)               a lane's component i
     fragment_set(fragment, i, value)
-Each fragment is a variable of the function.
+Out: each fragment becomes a variable of the function.
 """
 
 from tvm import tirx
@@ -21,10 +22,11 @@ CONVERSIONS = {("float", "float"): "FConvert", ("int", "float"): "ConvertSToF", 
 
 
 class Matrix(Memory):
-    """Part of the emitter."""
+    """Part of the emitter: cooperative matrices."""
 
     def _fragment(self, data, index, shape=None):
-        """(variable, matrix type) of a fragment of a buffer; shape (m, n, k) where it may be met first."""
+        """(variable, matrix type) of a fragment of a buffer. shape: (m, n, k), needed if the fragment may not exist
+        yet."""
         buffer = data.args[0]
         if not isinstance(index, tirx.IntImm):
             raise Unsupported(f"fragment {index} of {buffer.name}: the index must be constant, unroll the loop")
@@ -42,7 +44,8 @@ class Matrix(Memory):
         return self.asm.unique("TypeCooperativeMatrixKHR", self._component_type(parse(buffer.dtype)), *sizes)
 
     def _component_type(self, ty):
-        """Drivers take the sign of integers from this type, not only from the instructions."""
+        """The type of a component. It has a sign: drivers take the sign of integers from this type, not only from
+        instructions."""
         if ty.code == "float":
             return self.asm.type(storage(ty))
         if ty.bits == 8:
@@ -64,7 +67,7 @@ class Matrix(Memory):
         asm.emit("Store", variable, filled)
 
     def _matrix_memory(self, address, stride, layout, store=False):
-        """(pointer, layout, stride in elements of what the pointer points to, *memory operands)."""
+        """(pointer, layout, stride in elements of the pointer's type, *memory operands)."""
         load = address.args[0]
         buffer, index, ty = load.source, load.indices[0], parse(load.source.dtype)
         if buffer in self.arrays:
@@ -130,7 +133,7 @@ class Matrix(Memory):
         )
 
     def fragment_cast(self, e, to, to_index, source, source_index):
-        """Element by element; both fragments must have been filled."""
+        """Converts element by element. Both fragments must have been filled."""
         target, fragment = self._fragment(to, to_index), self._fragment(source, source_index)
         codes = parse(source.args[0].dtype).code, parse(to.args[0].dtype).code
         if codes not in CONVERSIONS:

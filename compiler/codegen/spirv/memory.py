@@ -1,12 +1,12 @@
-"""Loads and stores: parameters by 64-bit addresses, shared and local arrays as variables.
+"""Emits loads and stores: of parameters by 64-bit addresses, of shared and local arrays as variables.
 
-Four rules make AMD's compiler use its best addressing (they cost nothing elsewhere):
-1. address = base + zext(bytes that a workgroup or subgroup shares) + zext(a lane's bytes) + constant, where every term
-is provably >= 0
-2. each access states its true alignment
-3. a parameter that is only read is a pointer to a Block whose member is NonWritable: loads may move over stores, or be
-scalar
-4. a load that may not happen is guarded by control flow (`if_then_else` in intrinsics.py)
+Four rules make AMD's compiler use its best addressing modes, and cost nothing on other GPUs:
+1. address = base + zext(offset that is uniform in the subgroup) + zext(offset of the lane) + constant, in bytes, where
+every term is provably >= 0
+2. each access states its actual alignment
+3. a parameter that is only read is a pointer to a Block whose member is NonWritable, so that loads may be moved across
+stores, and may be scalar loads
+4. a load that must not always happen is guarded by control flow (`if_then_else` in intrinsics.py)
 """
 
 import math
@@ -20,10 +20,10 @@ from mlc_amd.compiler.codegen.spirv import opcodes
 from mlc_amd.compiler.codegen.spirv.expressions import Expressions
 from mlc_amd.compiler.codegen.spirv.types import FRAGMENTS, Unsupported, contains, kind, parse, scope, size, storage
 
-UNITS = (128, 64, 32)  # bits of the vectors that are loaded and stored at once
-ALIGNMENT = 16  # of what Vulkan's instructions can make use of; parameters start at multiples of it
+UNITS = (128, 64, 32)  # bits of the vectors that one instruction loads or stores
+ALIGNMENT = 16  # the largest alignment that instructions use, bytes; parameters are aligned to it
 ARRAYS = {"local": "Function", "shared": "Workgroup", "shared.wave": "Workgroup"}  # scopes of arrays
-# calls whose value depends on their arguments only
+# calls whose value depends only on their arguments
 PLAIN = {
     "shift_left", "shift_right", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "reinterpret", "likely",
     "if_then_else",
@@ -39,7 +39,7 @@ class Array(NamedTuple):
 
 
 class Memory(Expressions):
-    """Part of the emitter."""
+    """Part of the emitter: loads and stores."""
 
     # ---- arrays
 
@@ -70,12 +70,12 @@ class Memory(Expressions):
         )
 
     def order(self, array):
-        """The memory operands of an access to an Array: the Vulkan memory model needs to know which accesses
-        barriers order."""
+        """The memory operands of an access to an Array. The Vulkan memory model must know which accesses barriers
+        order."""
         return (opcodes.NON_PRIVATE,) if array.storage == "Workgroup" and self.vulkan_model else ()
 
     def lane_indices(self, index):
-        """The indices of an index expression's lanes."""
+        """The index of each lane of an index expression."""
         if kind(index) != "Ramp":
             value = self.value(index)
             return value if isinstance(value, list) else [value]
@@ -150,7 +150,7 @@ class Memory(Expressions):
         return out if lanes > 1 else out[0]
 
     def load_words(self, buffer, index, ty):
-        """The 32-bit words of a ramp of a parameter that `ramp` found to be wide."""
+        """The 32-bit words of a ramp in a parameter. `ramp` must have found a unit of several elements."""
         words, (base, _, step) = [], self.ramp(index, ty)
         count = step * ty.bits // 32
         unit = "i32" if count == 1 else ("vec", "i32", count)
@@ -163,7 +163,8 @@ class Memory(Expressions):
         return words
 
     def ramp(self, index, ty):
-        """(base, stride, elements in the widest aligned unit that tiles the index, or 1) of a parameter's index."""
+        """(base, stride, step) of an index into a parameter. step: number of elements in the widest aligned unit into
+        which the index can be divided; 1 if elements must be accessed one by one."""
         if ty.lanes > 1:
             raise Unsupported("a parameter with vectors as elements")
         if kind(index) != "Ramp":
@@ -206,12 +207,13 @@ class Memory(Expressions):
         return opcodes.ALIGNED, aligned
 
     def device_scope(self):
-        """All invocations that share memory: the Vulkan memory model's Device scope would be one more feature."""
+        """The scope of all invocations that share memory. In the Vulkan memory model it is the queue family: its Device
+        scope would need another feature."""
         return self.int_const(opcodes.QUEUE_FAMILY if self.vulkan_model else opcodes.DEVICE)
 
     def pointer(self, buffer, unit, index, k, step, array=False, volatile=False):
-        """A pointer to the unit of `step` elements at element index + k of a parameter; array: to it and those after
-        it; volatile: something else may change it or read it."""
+        """A pointer to the unit of `step` elements that begins at element index + k of a parameter. array: the pointer
+        is also used for the following units. volatile: the host or another device may access this memory meanwhile."""
         asm, root = self.asm, self.root(buffer)
         address = self._address(buffer, root, index, k, size(unit) // step)
         target = asm.type(unit) if isinstance(unit, tuple) else asm.storage_type(unit)
@@ -231,11 +233,11 @@ class Memory(Expressions):
         return asm.op("AccessChain", pointer, block, zero, *([zero] if array else []))
 
     def _address(self, buffer, root, index, k, element):
-        """The 64-bit address of element index + k; element: bytes of one."""
+        """The 64-bit address of element index + k. element: bytes of an element."""
         asm = self.asm
         address = self.parameters[root]
         shared, own, constant = self._split(index)
-        far = bytes_of(buffer) > 1 << 32  # offsets then need 64 bits, elements still fit 32
+        far = bytes_of(buffer) > 1 << 32  # then byte offsets need 64 bits; element numbers still fit 32
         shift = element.bit_length() - 1
         for terms in filter(None, (shared, own)):
             total = None
@@ -255,7 +257,8 @@ class Memory(Expressions):
         return address
 
     def _split(self, index):
-        """index -> (terms that a subgroup shares, other terms, constant); a term is (expression, factor)."""
+        """Splits an index into (terms that are uniform in a subgroup, other terms, constant). A term is (expression,
+        factor)."""
         leaves, constant = [], 0
 
         def flatten(e, factor):
@@ -275,17 +278,17 @@ class Memory(Expressions):
 
         flatten(index, 1)
         if any(factor < 0 or self._least(e) < 0 for e, factor in leaves):
-            return [], [(index, 1)], 0  # zero extension is only right for the whole sum
+            return [], [(index, 1)], 0  # a term may be negative: only the whole sum can be zero-extended
         terms = [(leaf, self.varies(leaf[0])) for leaf in leaves]
         return [leaf for leaf, varies in terms if not varies], [leaf for leaf, varies in terms if varies], constant
 
     def _least(self, e) -> int:
-        """What the analyzer knows an expression to be at least."""
+        """A lower bound of an expression, from the analyzer."""
         bound: Any = self.analyzer.const_int_bound(e)
         return int(bound.min_value)
 
     def timeless(self, e):
-        """Whether an expression has the same value wherever its variables are known."""
+        """Whether an expression has the same value at every place where its variables are known."""
         return not contains(e, lambda n: kind(n) == "TensorLoad" or (kind(n) == "Call" and _plain_name(n) not in PLAIN))
 
     def varies(self, e):

@@ -1,5 +1,5 @@
-"""SPIR-V's numbers (the unified specification, GLSL.std.450, the Vulkan environment), as far as the generator uses
-them."""
+"""Numbers of SPIR-V that the generator uses (from the unified specification, GLSL.std.450 and the Vulkan
+environment)."""
 
 OP = dict(
     Extension=10, ExtInstImport=11, ExtInst=12, MemoryModel=14, EntryPoint=15, ExecutionMode=16, Capability=17,
@@ -36,7 +36,7 @@ CAPABILITIES = dict(
     VulkanMemoryModel=5345, PhysicalStorageBufferAddresses=5347, DotProductInput4x8BitPacked=6018, DotProduct=6019,
     CooperativeMatrixKHR=6022,
 )  # fmt: skip
-# of capabilities
+# capability: the extension that it needs
 EXTENSIONS = dict(DotProduct="SPV_KHR_integer_dot_product", CooperativeMatrixKHR="SPV_KHR_cooperative_matrix")
 
 DECORATIONS = dict(Block=2, ArrayStride=6, BuiltIn=11, Volatile=21, Coherent=23, NonWritable=24, Offset=35)

@@ -1,7 +1,8 @@
-"""Lanes of a subgroup exchanging words: subgroup instructions, or shared memory and barriers where a profile has none.
+"""Emits exchanges of words between the lanes of a subgroup: subgroup instructions; shared memory and barriers for
+profiles without these.
 
-Without subgroups a workgroup is one "wave" of profile.wave threads, and control flow around an exchange is the same for
-all of them.
+Without subgroups, a workgroup is one "wave" of profile.wave threads, and all of them must have the same control flow
+around an exchange.
 """
 
 import functools
@@ -10,20 +11,20 @@ from mlc_amd.compiler.codegen.spirv.intrinsics import Intrinsics, name_of
 from mlc_amd.compiler.codegen.spirv.opcodes import ACQUIRE_RELEASE, SUBGROUP, WORKGROUP_MEMORY
 from mlc_amd.compiler.codegen.spirv.types import Type, Unsupported, parse
 
-REDUCE = 0  # a group operation: the total, in all lanes
+REDUCE = 0  # the group operation Reduce: the total, in all lanes
 INT32 = "i32"
-AT_ONCE = 8  # words that a lane reads between two barriers, without subgroups
-# Profiles of drivers that make every control barrier one of the workgroup, although a subgroup's lanes run in lockstep:
-# ordering is enough.
+AT_ONCE = 8  # without subgroups: words that a lane reads between two barriers
+# Profiles whose drivers turn every control barrier into one of the workgroup. Their lanes run in lockstep, so a memory
+# barrier is enough for a subgroup.
 LOCKSTEP = {"lavapipe"}
-# what makes a kernel's thread numbers those of lanes and subgroups
+# A kernel with one of these calls derives thread numbers from lane and subgroup numbers (`Emitter.thread`).
 EXCHANGES = {
     "vk.shuffle_xor", "vk.shuffle", "vk.broadcast", "vk.broadcast_first", "vk.reduce_add", "vk.reduce_max",
     "vk.reduce_min", "vk.lane", "vk.any", "vk.wave_barrier", "llvm.amdgcn.readfirstlane", "llvm.amdgcn.readlane",
     "llvm.amdgcn.ds.bpermute", "llvm.amdgcn.mbcnt.lo", "llvm.amdgcn.mbcnt.hi", "tvm_load_matrix_sync",
     "tvm_fill_fragment",
 }  # fmt: skip
-# exchanges whose result all lanes share
+# exchanges whose result is the same in all lanes
 UNIFORM = {
     "vk.broadcast", "vk.broadcast_first", "vk.reduce_add", "vk.reduce_max", "vk.reduce_min", "vk.any",
     "llvm.amdgcn.readfirstlane", "llvm.amdgcn.readlane",
@@ -31,7 +32,7 @@ UNIFORM = {
 
 
 class Subgroup(Intrinsics):
-    """Part of the emitter."""
+    """Part of the emitter: exchange between lanes."""
 
     def vk_lane(self, *_):
         """This lane's number in its subgroup."""
@@ -41,7 +42,7 @@ class Subgroup(Intrinsics):
         return self.thread("x")
 
     def vk_broadcast_first(self, e, x):
-        # "the same in all lanes anyway": a scalar register for it exists on AMD only
+        # The value is the same in all lanes. Only AMD's GPUs have scalar registers for it.
         if not (self.profile.scalars and self.profile.subgroups):
             return self.value(x)
         return self._exchange("BroadcastFirst", "Ballot", parse(e.ty), self.value(x))
@@ -53,7 +54,7 @@ class Subgroup(Intrinsics):
         return self._of_lane("Shuffle", "Shuffle", parse(e.ty), self.value(x), self.value(lane))
 
     def shuffle_bytes(self, e, place, x):
-        """LLVM's ds.bpermute: four times the lane's number comes first."""
+        """LLVM's ds.bpermute. `place` is four times the lane's number."""
         lane = self.asm.op("ShiftRightLogical", INT32, self.value(place), self.int_const(2))
         return self._of_lane("Shuffle", "Shuffle", parse(e.ty), self.value(x), lane)
 
@@ -114,7 +115,7 @@ class Subgroup(Intrinsics):
             raise Unsupported(f"an exchange of {ty.code}{ty.bits}x{ty.lanes} between lanes")
         self.asm.capabilities |= {"GroupNonUniform", f"GroupNonUniform{capability}"}
 
-    # ---- without subgroups: every thread stores its word and reads others
+    # ---- without subgroups: every thread stores its word to shared memory, and reads the words of others
 
     def _through_memory(self, ty, value, lane):
         """The word of lane number `lane`."""
@@ -124,7 +125,8 @@ class Subgroup(Intrinsics):
         return found
 
     def _reduce_through_memory(self, name, ty, value):
-        """Neighbours first, a few lanes at a time; all lanes add in the same order, so all have the same bits."""
+        """Reduces neighbouring lanes first, up to AT_ONCE at a time. All lanes combine values in the same order, so all
+        get the same bits."""
         asm, stride = self.asm, 1
         while stride < self.profile.wave:
             count = min(AT_ONCE, self.profile.wave // stride)

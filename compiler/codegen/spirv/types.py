@@ -1,4 +1,4 @@
-"""TIR's types as the generator sees them, and small questions about TIR nodes."""
+"""TIR types as the generator uses them, and small functions on TIR nodes."""
 
 import re
 from functools import cache
@@ -8,13 +8,13 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
-# scope: SPIR-V's use of a cooperative matrix
+# storage scope: SPIR-V's "use" of a cooperative matrix
 FRAGMENTS = {"wmma.matrix_a": 0, "wmma.matrix_b": 1, "wmma.accumulator": 2}
 LEAVES = (tvm.ir.Var, tvm.ir.TensorLoad, tvm.ir.Call)
 
 
 class Unsupported(ValueError):
-    """A TIR node or type that has no SPIR-V here."""
+    """A TIR node or type for which this generator has no SPIR-V."""
 
 
 class Type(NamedTuple):
@@ -44,14 +44,14 @@ def _parse(text):
 
 
 def storage(ty: Type) -> str:
-    """The type of one element in memory."""
+    """The type of one element in memory. Raises Unsupported for types that cannot be stored."""
     if (ty.code == "float" and ty.bits not in (16, 32)) or ty.code == "void":
         raise Unsupported(f"{ty.code}{ty.bits} in memory")
     return "i8" if ty.code == "bool" else f"{'f' if ty.code == 'float' else 'i'}{ty.bits}"
 
 
 def size(unit) -> int:
-    """Bytes of a type of the assembler."""
+    """The bytes of a type of the assembler (asm.py)."""
     return unit[2] * size(unit[1]) if isinstance(unit, tuple) else int(unit[1:]) // 8
 
 
@@ -66,15 +66,15 @@ def scope(buffer) -> str:
 
 
 def contains(e, test) -> bool:
-    """Whether test(n) holds for a variable, a load or a call in an expression."""
-    if isinstance(e, tirx.IntImm | tvm.ir.Var):  # most expressions are: a walk takes fifty times as long
+    """Whether an expression contains a variable, a load or a call n with test(n)."""
+    if isinstance(e, tirx.IntImm | tvm.ir.Var):  # the most frequent cases; a walk would take fifty times as long
         return isinstance(e, tvm.ir.Var) and test(e)
     stop = tvm_ffi.VisitInterrupt()
     return tvm_ffi.structural_walk(e, (LEAVES, lambda n: stop if test(n) else None), order="pre") is not None
 
 
 def has_load(node) -> bool:
-    """Whether an expression reads memory. A local buffer at a constant index is a register."""
+    """Whether an expression reads memory. A local buffer with constant indices is a register, not memory."""
 
     def in_memory(n) -> bool:
         return scope(n.source) != "local" or not all(isinstance(index, tirx.IntImm) for index in n.indices)

@@ -1,8 +1,8 @@
-"""Values in registers: what a TIR type becomes, packing into 32-bit words and out of them, conversions.
+"""Values in registers: registers for TIR types, packing into 32-bit words, conversions.
 
-A TIR vector is a Python list of scalar ids: vectors exist only in loads and stores. Integers of 8 and 16 bits live in
-32-bit registers, extended by their sign, so that a device needs small types in memory only. float16 lives in float32
-where the device cannot compute with it.
+A TIR vector is a Python list of scalar ids; SPIR-V vectors are only used in loads and stores. Integers of 8 and 16 bits
+are kept in 32-bit registers, sign-extended or zero-extended, so that devices need small types in memory only. float16
+is kept in float32 if the device has no float16 arithmetic.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,17 @@ from mlc_amd.compiler.codegen.spirv.asm import Asm
 from mlc_amd.compiler.codegen.spirv.types import Type, Unsupported, kind, storage
 from mlc_amd.schedules.gpu.base.profiles import Profile
 
-DROPPED_BITS = 13  # of a float32's mantissa in float16
+DROPPED_BITS = 13  # bits of float32's mantissa that float16 does not have
 SMALLEST_HALF, SMALLEST_NORMAL_HALF = 2.0**-24, 2.0**-14
 
 
 class Base:
-    """The state of an `Emitter`, whose docstring says what the arguments are. Each part of the emitter is a class of
-    its own on top of those whose methods it uses: values, expressions, memory, intrinsics and subgroup in this order,
-    matrix next to intrinsics. TIR nodes are Any here: TVM makes their classes at run time."""
+    """The state of an `Emitter`, whose docstring describes the arguments.
+
+    Each part of the emitter is a class that inherits from the parts whose methods it uses: Values, Expressions, Memory,
+    Intrinsics and Subgroup, in this order; Matrix inherits from Memory. TIR nodes have type Any here, because TVM
+    creates their classes at run time.
+    """
 
     table: bool  # whether arguments come from a table in memory
     by_subgroup: bool  # whether thread numbers are those of lanes and subgroups
@@ -41,19 +44,19 @@ class Base:
         self.parameters: dict[Any, int] = {}  # parameter -> its address
         self.used: set[Any] = set()  # parameters
         self.written: set[Any] = set()
-        self.targets: set[Any] = set()  # "loads" whose address alone counts, to write to
+        self.targets: set[Any] = set()  # "loads" that only stand for an address that is written
         self.coherent = {self.func.params[i] for i in coherent}
         self.indexing: set[Any] = set()  # variables that index local arrays: their loops should be unrolled
         self.bound: dict[Any, Any] = {}  # variable -> the expression that it is bound to
         self.lengths: set[Any] = set()  # variables that are the length of a fragment
-        self.pairs: dict[tuple[int, ...], int] = {}  # ids of a word's or a vector's parts -> its id
-        self.exchange: int | None = None  # the shared words through which lanes exchange theirs, without subgroups
+        self.pairs: dict[tuple[int, ...], int] = {}  # ids of the parts of a word or a vector -> id of the whole
+        self.exchange: int | None = None  # without subgroups: the shared array through which lanes exchange words
         self.lds = 0  # bytes
-        self._methods: dict[tuple[str, type], Callable[[Any], Any]] = {}  # for the classes of nodes that were met
+        self._methods: dict[tuple[str, type], Callable[[Any], Any]] = {}  # cache of `dispatch`
         self.exchanges = self.vulkan_model = False
 
     def dispatch(self, prefix: str, node) -> Any:
-        """Runs the method for a node's class. Unsupported where there is none."""
+        """Calls the method for a node's class, `prefix` + class name. Raises Unsupported if there is none."""
         key = prefix, type(node)
         if (method := self._methods.get(key)) is None:
             method = getattr(self, prefix + kind(node), None)
@@ -64,10 +67,10 @@ class Base:
 
 
 class Values(Base):
-    """Part of the emitter."""
+    """Part of the emitter: values in registers."""
 
     def register(self, ty: Type) -> str:
-        """The assembler's type that holds one lane."""
+        """The assembler's type of the register that holds one lane."""
         if ty.code == "bool":
             return "bool"
         if ty.code in ("int", "uint"):
@@ -83,7 +86,7 @@ class Values(Base):
     # ---- words
 
     def unpack(self, words, ty):
-        """32-bit words -> scalars of type `ty`."""
+        """Converts 32-bit words to scalars of type `ty`."""
         asm, register, out = self.asm, self.register(ty), []
         for word in words:
             if ty.bits == 32:
@@ -101,12 +104,12 @@ class Values(Base):
         return out
 
     def field(self, word, ty, first):
-        """Bits first .. first + ty.bits - 1 of a word as an integer of type `ty`."""
+        """Bits first .. first + ty.bits - 1 of a word, as an integer of type `ty`."""
         op = "BitFieldSExtract" if ty.code == "int" else "BitFieldUExtract"
         return self.asm.op(op, "i32", word, self.int_const(first), self.int_const(ty.bits))
 
     def pack(self, lanes, ty):
-        """Scalars of type `ty` -> 32-bit words, the last one filled up with zeros."""
+        """Converts scalars of type `ty` to 32-bit words. The last word is padded with zeros."""
         asm, register, per = self.asm, self.register(ty), 32 // ty.bits
         if ty.bits > 32 or ty.code == "bool":
             raise Unsupported(f"{ty.code}{ty.bits} in a vector that is stored or reinterpreted")
@@ -135,26 +138,25 @@ class Values(Base):
         return word
 
     def split_pair(self, register, pair):
-        """The two halves of a vector of two, which `pair` finds again."""
+        """The two halves of a vector of two. `pair` of these halves returns the vector again."""
         halves = [self.asm.op("CompositeExtract", register, pair, j) for j in (0, 1)]
         self.pairs[tuple(halves)] = pair
         return halves
 
     def pair(self, register, low, high):
-        """A vector of two; none is made of the halves of one."""
+        """A vector of two. For the two halves of an existing vector: that vector."""
         return self.pairs.get((low, high)) or self.asm.op("CompositeConstruct", ("vec", register, 2), low, high)
 
     # ---- conversions
 
     def wrap(self, value, ty):
-        """An int32 result as the small integer `ty` that it stands for."""
+        """Truncates an int32 result to the small integer type `ty`. Other types: unchanged."""
         return self.field(value, ty, 0) if ty.small else value
 
     def cast(self, value, source, target):
-        """A scalar of one type as another. Floats become integers towards zero; what does not fit is undefined, as in
-        TIR."""
+        """Converts a scalar. Floats are truncated towards zero; values out of range are undefined, as in TIR."""
         asm, have, want = self.asm, self.register(source), self.register(target)
-        if source[:2] == target[:2]:  # but for lanes
+        if source[:2] == target[:2]:  # equal except for the number of lanes
             return value
         if have == "bool":
             return asm.op("Select", want, value, asm.const(want, 1), asm.const(want, 0))
@@ -173,18 +175,18 @@ class Values(Base):
     def _cast_float(self, value, have, want, target):
         asm = self.asm
         if want[0] != "f":
-            # one conversion for all small integers: what they hold fits a signed register
+            # ConvertFToS for all small integers, signed or not: their values fit a signed 32-bit register
             op = "ConvertFToU" if target.code == "uint" and not target.small else "ConvertFToS"
             return self.wrap(asm.op(op, want, value), target)
         return asm.op("FConvert", want, value) if have != want else self._round_to_half(value, want, target)
 
     def _round_to_half(self, value, register, target):
-        """float16 kept in float32 is rounded where TIR rounds."""
+        """Rounds a value of type float16 that is kept in float32, wherever TIR rounds. Other values: unchanged."""
         return self._half_in_float(value) if target.bits == 16 and register == "f32" else value
 
     def _half_in_float(self, value):
-        """A float32 rounded to what float16 can hold, ties to even. Not OpQuantizeToF16, which may make zeros of its
-        small numbers."""
+        """A float32 rounded to the nearest float16, ties to even. OpQuantizeToF16 is not used, because it may flush
+        float16's subnormal numbers to zero."""
         asm, const = self.asm, self.int_const
         bits = asm.op("Bitcast", "i32", value)
         odd = asm.op("BitFieldUExtract", "i32", bits, const(DROPPED_BITS), const(1))
@@ -197,7 +199,7 @@ class Values(Base):
         return asm.op("Select", "f32", small, subnormal, usual)
 
     def from_storage(self, value, ty):
-        """What memory held, in a register."""
+        """A value from memory, converted to its register type."""
         register = self.register(ty)
         if register == "bool":
             return self.asm.op("INotEqual", "bool", self.asm.op("UConvert", "i32", value), self.int_const(0))
@@ -206,7 +208,7 @@ class Values(Base):
         return self.asm.op({"float": "FConvert", "int": "SConvert", "uint": "UConvert"}[ty.code], register, value)
 
     def to_storage(self, value, ty, unit):
-        """A register as memory of type `unit` holds it."""
+        """A register's value, converted to the type `unit` in memory."""
         register = self.register(ty)
         if register == "bool":
             value, register = self.asm.op("Select", "i32", value, self.int_const(1), self.int_const(0)), "i32"
