@@ -268,8 +268,7 @@ class Vision(TypedDict):
 
 
 class ManifestImages(TypedDict):
-    """What a decoder needs to know of images. columns: of a row of features. features: their dtype. attention,
-    positions: see `Vision`."""
+    """For decoders: columns: of a row of features. features: their dtype. attention, positions: see `Vision`."""
 
     columns: _Size
     features: Literal["float32", "float16"]

@@ -186,7 +186,7 @@ class Sequence:
         return (len(self.tokens) - 1) // PAGE * PAGE
 
     def advance(self, count: int, wrong: int = 0) -> None:
-        """Called when the keys of the next `count` tokens are in the cache. wrong: number of the step's wrong guesses."""
+        """Called when the keys of the next `count` tokens are in the cache. wrong: how many guesses were wrong."""
         before, guessed = self.computed, False
         self.computed += count
         if self.state:
