@@ -1,11 +1,11 @@
-"""What a `with` statement closes."""
+"""The base class of objects that a `with` statement closes."""
 
 from abc import ABC, abstractmethod
 from typing import Self
 
 
 class Closing(ABC):
-    """A context manager that calls `close` of the class derived from it."""
+    """A context manager. On exit it calls `close`, which derived classes implement."""
 
     @abstractmethod
     def close(self) -> None: ...

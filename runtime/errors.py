@@ -1,9 +1,9 @@
-"""The exception for users: every module raises `UserError`, one line with the problem and its solution, for errors that
-they can fix. `tools/cli.py` prints it and exits with 1, or 2 for a `UsageError`; any other exception is a bug and has a
-traceback with `--debug`."""
+"""The exceptions for errors that the user can fix. Every module raises `UserError` for these: one line with the problem
+and its solution. `tools/cli.py` prints it and exits with 1, or with 2 for a `UsageError`. Any other exception is a bug;
+`--debug` shows its traceback."""
 
 QUOTED = 240  # characters of another program's message in an error message
-_JOINERS = "\u200c\u200d"  # parts of words and emojis, although not printable alone
+_JOINERS = "\u200c\u200d"  # zero-width (non-)joiners: not printable, but parts of words and emojis
 
 
 class UserError(Exception):
@@ -14,7 +14,7 @@ class UserError(Exception):
 
 
 class MachineError(UserError):
-    """The model, its device or the installation fails, whatever was asked of it: a server's client cannot fix it."""
+    """The model, its device or the installation fails, whatever the request was: a client of a server cannot fix it."""
 
 
 class UsageError(UserError):
@@ -22,8 +22,8 @@ class UsageError(UserError):
 
 
 def one_line(text: str, most: int | None = None) -> str:
-    """An untrusted text as one line: blanks for white space of any kind, U+FFFD for unprintable characters (control
-    characters, direction marks, unpaired surrogates), at most `most` characters."""
+    """Returns an untrusted text as one line of at most `most` characters. White space of any kind becomes single
+    blanks; unprintable characters (control characters, direction marks, unpaired surrogates) become U+FFFD."""
     line = " ".join(text.split())
     if not line.isprintable():
         line = "".join(char if char.isprintable() or char in _JOINERS else "\ufffd" for char in line)
@@ -31,7 +31,7 @@ def one_line(text: str, most: int | None = None) -> str:
 
 
 def shorten(value: object) -> str:
-    """A value of unknown size, for a one-line message."""
+    """Returns a value of unknown size as text for a one-line message."""
     try:
         return one_line(repr(value), 60)
     except (ValueError, RecursionError):  # a number of thousands of digits, deep nesting

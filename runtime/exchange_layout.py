@@ -43,15 +43,17 @@ def kernels_in(name: str) -> list[str]:
 
 
 def joint_params(of: Sequence[Sequence[T]]) -> list[T]:
-    """The parameters, or arguments, of a joint kernel, without its boxes. of: those of each kernel that it replaces.
-    The first two of an exchange (the state, and the input of the sum) are left out: the product has both."""
+    """The parameters (or arguments) of a joint kernel, without its boxes. of: the parameters of each kernel that it
+    replaces. The first two parameters of an exchange (the state, and the input of the sum) are left out: the joint
+    kernel has the same state, and computes the input itself."""
     first, *others = of
     return [*first, *(one for params in others for one in params[2:])]
 
 
 def boxes(parts: int, peers: bool) -> tuple[str, ...]:
-    """The names of the parameters that an exchanging kernel has besides those of the kernels that it replaces. parts:
-    number of ranks. peers: whether the kernel writes to the other ranks' inboxes itself, without a relay."""
+    """The names of the parameters that an exchanging kernel has in addition to the parameters of the kernels that it
+    replaces. parts: number of ranks. peers: whether the kernel writes to the other ranks' inboxes itself, without a
+    relay."""
     return "inbox", *(f"outbox{i}" for i in range(parts - 1 if peers else 1)), "control"
 
 

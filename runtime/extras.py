@@ -1,4 +1,4 @@
-"""The optional packages: the extra of `pip install 'mlc-amd[EXTRA]'` that installs each, and its purpose.
+"""The optional packages. For each: the extra of `pip install 'mlc-amd[EXTRA]'` that installs it, and its purpose.
 pyproject.toml has their versions."""
 
 import importlib.util
@@ -9,14 +9,14 @@ from mlc_amd.runtime.errors import UserError
 
 @dataclass(frozen=True)
 class OptionalPackage:
-    """An optional package: its extra, its name in the package index, its purpose."""
+    """An optional package. extra: the extra that installs it. name: its name in the package index."""
 
     extra: str
     name: str
     purpose: str
 
 
-# by module
+# by the name of the module that is imported
 PACKAGES = {
     "xgboost": OptionalPackage("tune", "xgboost", "the search of `mlc-amd tune`"),
     "matplotlib": OptionalPackage("tune", "matplotlib", "the plot of `mlc-amd tune --report`"),
@@ -37,12 +37,13 @@ def installed(module: str) -> bool:
     """Whether a module can be found; it is not imported."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of its parent package
+    except ModuleNotFoundError:  # its parent package is not installed
         return False
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra, which is none for a bundle (tools/commands/deploy.py): it has no compiler."""
+    """The command that installs an extra. A bundle (tools/commands/deploy.py) has no compiler and cannot be extended;
+    there, the text says so."""
     where = "" if installed("tvm") else " (not into this bundle: where mlc-amd itself is installed)"
     return f"pip install 'mlc-amd[{extra}]'{where}"
 
@@ -54,13 +55,14 @@ def absence(module: str) -> UserError:
 
 
 def require(module: str) -> None:
-    """UserError when the package of this module is not installed."""
+    """Raises UserError if the package of this module is not installed."""
     if not installed(module):
         raise absence(module)
 
 
 def extras() -> list[dict[str, object]]:
-    """For each extra: `extra`, its name; `packages`: those installed; `missing`: the purposes of the others by name."""
+    """For each extra: `extra`, its name; `packages`, its installed packages; `missing`, its other packages: name to
+    purpose."""
     found = []
     for extra in dict.fromkeys(package.extra for package in PACKAGES.values()):
         packages = {module: package for module, package in PACKAGES.items() if package.extra == extra}

@@ -1,5 +1,5 @@
-"""The user's cache folder; locks of folders, and temporary folders, which belong to running processes. Locks are on the
-folders themselves (flock(2)): no further files, and the lock of a killed process is released."""
+"""The user's cache folder, locks of folders, and temporary folders, each of which belongs to a running process. A lock
+is on the folder itself (flock(2)): it needs no other file, and the system releases the lock of a killed process."""
 
 import errno
 import fcntl
@@ -17,27 +17,27 @@ from pathlib import Path
 from mlc_amd.runtime import leftovers
 from mlc_amd.runtime.errors import UserError
 
-SUFFIX = ".mlc-amd-tmp"  # of the names of temporary folders
+SUFFIX = ".mlc-amd-tmp"  # suffix of the names of temporary folders
 FULL = errno.ENOSPC, errno.EDQUOT
-_TRIES = 100  # of removing a folder that threads still write to, 10 ms apart
+_TRIES = 100  # attempts to remove a folder to which threads still write, 10 ms apart
 
 
 def cache_directory() -> Path:
-    """Where everything of the user's is cached: `$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`)."""
+    """The folder of everything that is cached for the user: `$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`)."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "mlc-amd"
 
 
 def unwritable(path: Path, error: OSError, elsewhere: str) -> str:
-    """The message of an error while writing to `path`: what to do is `elsewhere`, or to free space where that is
-    missing."""
+    """The message for an error while writing to `path`. elsewhere: the advice, to which "free some space" is added if
+    the disk is full."""
     room = "free some space or " if error.errno in FULL else ""
     return f"cannot write {path}: {error.strerror or error}; {room}{elsewhere}"
 
 
 class Lock:
-    """A folder's lock, held until `close` or until it is dropped. kind: of flock(2). OSError if it is not available,
-    FileNotFoundError also if the folder was removed before."""
+    """The lock of a folder, held until `close` is called or the object is deleted. kind: the operation of flock(2).
+    Raises OSError if the lock is not available, and FileNotFoundError if the folder has been removed."""
 
     def __init__(self, folder: Path, kind: int):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -52,7 +52,9 @@ class Lock:
 
 
 def lock(folder: Path, exclusive: bool = False) -> Lock | None:
-    """A lock, shared or exclusive, without waiting: None while another process has one, or without support."""
+    """Locks a folder. exclusive: returns None if another process has a lock of it; otherwise a shared lock, which waits
+    while another process has an exclusive one. Also returns None if the folder is gone or the file system has no
+    locks."""
     try:
         return Lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
     except OSError:
@@ -61,7 +63,8 @@ def lock(folder: Path, exclusive: bool = False) -> Lock | None:
 
 @contextmanager
 def scratch(parent: Path, name: str) -> Iterator[Path]:
-    """A new hidden folder in `parent` (made if missing), removed at the end unless renamed; sweeps `parent`, too."""
+    """A new hidden folder in `parent`, which is made if missing. The folder is removed at the end unless it was
+    renamed. Also sweeps `parent`."""
     parent.mkdir(parents=True, exist_ok=True)
     sweep(parent)
     folder, held = _owned(parent, name)
@@ -71,7 +74,7 @@ def scratch(parent: Path, name: str) -> Iterator[Path]:
 
 @contextmanager
 def _removed_after(folder: Path, held: Lock | None) -> Iterator[None]:
-    """The folder is removed, and its lock released, after the block or where the process ends within it."""
+    """Removes the folder and releases its lock after the block, or when the process ends within the block."""
     gone = leftovers.note(partial(_remove, folder))
     try:
         yield
@@ -92,33 +95,33 @@ def _remove(folder: Path) -> None:
 
 
 def _owned(parent: Path, name: str) -> tuple[Path, Lock | None]:
-    """A new folder, locked before another process could sweep it away."""
+    """A new folder, which is locked before another process can sweep it."""
     while True:
         folder = parent / f".{name}.{uuid.uuid4().hex[:8]}{SUFFIX}"
         folder.mkdir()
         try:
             return folder, Lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, FileNotFoundError):
-            continue  # swept between the two calls
+            continue  # another process swept it between the two calls
         except OSError:
-            return folder, None  # a file system without locks, which is not swept
+            return folder, None  # a file system without locks: `sweep` leaves its folders
 
 
 def sweep(parent: Path) -> int:
-    """Removes the temporary folders in `parent` of processes that have ended; returns their number."""
+    """Removes the temporary folders in `parent` whose processes have ended. Returns how many it removed."""
     removed = 0
     for folder in parent.glob(f".*{SUFFIX}"):
         if held := lock(folder, exclusive=True):
             shutil.rmtree(folder, ignore_errors=True)
             held.close()
-            removed += not folder.exists()  # another user's cannot be removed
+            removed += not folder.exists()  # a folder of another user cannot be removed
     return removed
 
 
 @contextmanager
 def alone(parent: Path, name: str, wait: Callable[[], object]) -> Iterator[None]:
-    """The block runs in one process, and one of its threads, at a time: the others call `wait`, and wait. On file
-    systems without locks they do not."""
+    """Runs the block in one process, and in one of its threads, at a time. If another one runs it, calls `wait` and
+    then blocks until that one has finished. On file systems without locks, nothing blocks."""
     folder = parent / f".{name}{SUFFIX}"
     held = None
     while held is None:
@@ -128,8 +131,8 @@ def alone(parent: Path, name: str, wait: Callable[[], object]) -> Iterator[None]
         except BlockingIOError:
             wait()
             with suppress(FileNotFoundError):
-                Lock(folder, fcntl.LOCK_EX).close()  # until it was released, and the folder is gone
-        except FileNotFoundError:  # swept between the two calls
+                Lock(folder, fcntl.LOCK_EX).close()  # blocks until the lock is released; by then the folder is removed
+        except FileNotFoundError:  # another process swept it between the two calls
             continue
         except OSError:
             break
@@ -139,10 +142,10 @@ def alone(parent: Path, name: str, wait: Callable[[], object]) -> Iterator[None]
 
 @contextmanager
 def temporary(name: str) -> Iterator[Path]:
-    """`scratch` in the system's folder for temporary files. UserError if that is full."""
+    """`scratch` in the system's folder for temporary files. Raises UserError if the disk is full."""
     try:
         parent = Path(tempfile.gettempdir())
-    except FileNotFoundError as error:  # it tries to write, and fails so on a full disk
+    except FileNotFoundError as error:  # gettempdir tests folders by writing, and raises this if the disk is full
         raise UserError(f"{error.strerror}; free some space there or set TMPDIR") from error
     try:
         with scratch(parent, name) as folder:
@@ -156,5 +159,5 @@ def temporary(name: str) -> Iterator[Path]:
 
 
 def _within(file: object, parent: Path) -> bool:
-    """Whether an OSError's file is below a folder; errors of writes have none."""
+    """Whether the file of an OSError is below a folder. Errors of writes name no file, and count as within."""
     return file is None or Path(str(file)).is_relative_to(parent)

@@ -1,4 +1,4 @@
-"""Python's garbage collector of cycles, which takes time where many objects are made and all of them live."""
+"""Pauses Python's collector of cyclic garbage. It takes time while many objects are made that all stay alive."""
 
 import gc
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Within the block, or the function that it decorates, no garbage is looked for."""
+    """Pauses the collector within the block, or within the function that this decorates."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,10 +1,10 @@
 """The GPUs that this project knows, in one table: AMD's chips by LLVM's name, and the kinds of Vulkan devices.
 
-All else derives from here: what kernels are built for (schedules/gpu/base/arch.py, profiles.py), which code object runs
-on which chip and which profile fits a device (runtime/devices), rooflines and the static model's machines (tools,
-compiler/tuning). Sources: LLVM's AMDGPUUsage (processors, features, ELF numbers); AMD's product pages (bandwidth,
-memory, compute units, clocks); Vulkan's registry of required limits; reports of Mesa's and NVIDIA's drivers
-(gpuinfo.org).
+Everything else is derived from this table: the arch that kernels are built for (schedules/gpu/base/arch.py,
+profiles.py), which code object runs on which chip and which profile fits a device (runtime/devices), rooflines and the
+static model's machines (tools, compiler/tuning). Sources: LLVM's AMDGPUUsage (processors, features, ELF numbers); AMD's
+product pages (bandwidth, memory, compute units, clocks); Vulkan's registry of required limits; reports of Mesa's and
+NVIDIA's drivers (gpuinfo.org).
 """
 
 import re
@@ -16,22 +16,25 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Chip:
-    """One of AMD's chips."""
+    """An AMD chip. A chip is sold in several products; the figures are those of the first one in `products`."""
 
-    name: str  # LLVM's
+    name: str  # LLVM's name
     family: str  # its generation: gcn5, cdna1 to cdna4, rdna1 to rdna4
-    dot: str  # instruction for four int8 products added to an int32: "sdot4", "sudot4" (signs chosen per operand) or ""
-    units: int  # compute units of the first product: how many workgroups fill the GPU
-    bandwidth: float  # GB/s of device memory, of the first product (a table's figure, not a measurement)
-    clock: float  # GHz of the first product at best: AMD's "boost" or "peak engine" clock, for bounds
-    products: tuple[str, ...]  # names that users may call it, lower case without blanks, the usual one first
-    unified: bool = False  # an APU: its memory is the host's
-    lds: int = 64 * KIB  # bytes of LDS that one workgroup may have
-    loads: int = 2  # that a lane keeps in flight in kernels bound by memory, to hide its latency, as registers allow
-    registers: int = 1024  # of 32 bits that a lane of a SIMD has for all of its waves, with accumulators of matrices
-    # EF_AMDGPU_MACH, of chips that share instructions, bugs and registers with the others of their family; 0 for the
-    # rest: LLVM's AMDGPUUsage puts no restriction on code that is generic for one of these groups (as it does for
-    # gfx10-1-generic and gfx11-generic)
+    # instruction for four int8 products added to an int32: "sdot4", "sudot4" (signs chosen per operand), or "" (none)
+    dot: str
+    units: int  # compute units: how many workgroups fill the GPU
+    bandwidth: float  # GB/s of device memory (from the product's data sheet, not a measurement)
+    clock: float  # GHz: AMD's "boost" or "peak engine" clock, for upper bounds
+    products: tuple[str, ...]  # names that users may write, lower case without blanks, the usual one first
+    unified: bool = False  # an APU: its memory is the host's memory
+    lds: int = 64 * KIB  # bytes of LDS that a workgroup may have
+    # loads that a lane keeps in flight in kernels bound by memory, to hide latency, as far as registers allow
+    loads: int = 2
+    # 32-bit registers that a lane of a SIMD has for all of its waves, including the accumulators of matrices
+    registers: int = 1024
+    # EF_AMDGPU_MACH of chips that share instructions, bugs and registers with the other chips of their family, so that
+    # code compiled for one of them runs on all: LLVM's AMDGPUUsage puts no restriction on generic code for such a group
+    # (it does for gfx10-1-generic and gfx11-generic). 0: the chip is in no such group.
     mach: int = 0
 
 
@@ -72,10 +75,10 @@ CHIPS = {
     )
 }  # fmt: skip
 
-# GiB of memory by product, all versions that are sold; of an MI250 that of one of its two dies. That of APUs is the
-# system's: only those are here that come with one size, and Strix Halo with its largest. Source: "AMD GPU
-# specifications" of ROCm's documentation (7.13), product pages for what is not there. It says 16 for the 9070 GRE,
-# whose bus of 192 bits has 12.
+# GiB of memory by product; several values where several versions are sold. MI250: memory of one of its two dies. APUs
+# use the system's memory: only APUs that come with one size are listed, and Strix Halo with its largest size. Source:
+# "AMD GPU specifications" of ROCm's documentation (7.13); product pages for what it lacks. It says 16 for the 9070 GRE,
+# but its 192-bit bus has 12.
 MEMORY: dict[str, tuple[int, ...]] = {
     "vii": (16,), "mi50": (16, 32), "mi60": (32,), "mi100": (32,), "mi210": (64,), "mi250": (64,), "mi250x": (64,),
     "mi300x": (192,), "mi300a": (128,), "mi325x": (256,), "mi350x": (288,), "mi355x": (288,),
@@ -87,10 +90,10 @@ MEMORY: dict[str, tuple[int, ...]] = {
     "9070xt": (16,), "9070": (16,), "9070gre": (12,), "r9700": (32,), "9060xt": (8, 16), "9060": (8,),
 }  # fmt: skip
 
-# GB/s of device memory by product: what decoding, which reads every weight for each token, can reach at best. Only
-# products that come with one kind of memory: of most APUs it is whatever the machine has. A card's chip says that of
-# its first product; the Steam Deck's chips have no other names. Source: AMD's and NVIDIA's product pages; of an MI250
-# one of its two dies.
+# GB/s of device memory by product. This bounds decoding, which reads every weight for each token. Only products with
+# one kind of memory are listed, as most APUs have whatever memory the machine has. The first product of a chip that is
+# no APU has the bandwidth of its `Chip`; the Steam Deck's chips are named by the driver's names only. Source: AMD's and
+# NVIDIA's product pages; MI250: one of its two dies.
 BANDWIDTH: dict[str, float] = {chip.products[0]: chip.bandwidth for chip in CHIPS.values() if not chip.unified} | {
     "mi50": 1024, "mi60": 1024, "mi250": 1638, "mi250x": 1638, "mi300a": 5300, "mi325x": 6000, "mi350x": 8000,
     "5700": 448, "5600xt": 336, "5500": 224, "6950xt": 576, "6900xt": 512, "6800": 512, "w6800": 512, "6750xt": 432,
@@ -99,12 +102,12 @@ BANDWIDTH: dict[str, float] = {chip.products[0]: chip.bandwidth for chip in CHIP
     "8060s": 256, "8050s": 256, "9070": 640, "9070gre": 432, "r9700": 640, "9060": 288,
     "h100": 3352, "h100pcie": 2039, "h100nvl": 3938, "h200": 4800,
 }  # fmt: skip
-VENDORS = {"amd", "radeon", "nvidia"}  # one of them is a word of a product's name
+VENDORS = {"amd", "radeon", "nvidia"}  # a device's name must contain one of these words to be matched with a product
 
 
 def peak_bandwidth(name: str) -> tuple[str, float] | None:
-    """(product, GB/s) of a device, by the name that its driver reports: the longest of BANDWIDTH of which the words
-    follow one another in it. None for others."""
+    """(product, GB/s) for the device name that a driver reports, or None if the product is unknown. Finds the longest
+    name of BANDWIDTH that consists of consecutive words of the device name."""
     words = re.findall(r"[A-Za-z0-9]+", name)
     runs = [words[i:j] for j in range(1, len(words) + 1) for i in range(max(j - 3, 0), j)]
     known = [run for run in runs if "".join(run).lower() in BANDWIDTH]
@@ -115,7 +118,7 @@ def peak_bandwidth(name: str) -> tuple[str, float] | None:
 
 
 def same_isa() -> tuple[dict[str, int], ...]:
-    """Groups of chips that run the same code: name -> `mach`."""
+    """Groups of chips that run the same code. A group is {name: `mach`}."""
     groups: dict[str, dict[str, int]] = {}
     for chip in CHIPS.values():
         if chip.mach:
@@ -125,44 +128,49 @@ def same_isa() -> tuple[dict[str, int], ...]:
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """A kind of Vulkan device: what kernels compiled for it may count on."""
+    """A kind of Vulkan device. The figures are what kernels compiled for it may rely on."""
 
-    name: str  # as in --arch
-    family: str  # as of `Chip` where it is AMD's
-    wave: int  # invocations of a subgroup, which pipelines ask for; without `subgroups` that a workgroup stands for
+    name: str  # the name for --arch
+    family: str  # AMD: as in `Chip`
+    # subgroup size that pipelines require; without `subgroups`: threads of a workgroup that acts as a subgroup
+    wave: int
     units: int  # compute units: how many workgroups fill the GPU
-    bandwidth: float  # GB/s, as of `Chip`; 0: not known
+    bandwidth: float  # GB/s, as in `Chip`; 0: unknown
     products: tuple[str, ...] = ()  # other names, lower case without blanks
-    unified: bool = False  # its memory is the host's
-    clock: float = 1.9  # GHz, as of `Chip`, rough: one kind stands for many chips
-    subgroups: bool = True  # has subgroup arithmetic and shuffles with a size that can be required
-    dot: str = "dot4"  # packed products of 4x8 signed bits in hardware; "" plain multiplication
-    loads: int = 2  # as of `Chip`
-    registers: int = 0  # as of `Chip`; 0: not known
-    # whether workgroups of one subgroup are best where subgroups have nothing to share: the driver's compiler knows
-    # only what depends on a workgroup's number to be the same in all lanes
+    unified: bool = False  # its memory is the host's memory
+    clock: float = 1.9  # GHz, as in `Chip`, but rough: one kind stands for many chips
+    subgroups: bool = True  # has subgroup arithmetic and shuffles, with a subgroup size that can be required
+    dot: str = "dot4"  # packed products of 4x8 signed bits in hardware; "": plain multiplication
+    loads: int = 2  # as in `Chip`
+    registers: int = 0  # as in `Chip`; 0: unknown
+    # whether kernels whose subgroups share nothing use workgroups of one subgroup: then values that depend only on the
+    # workgroup's number are known to be uniform, which this driver's compiler does not find out for other values
     lone_waves: bool = False
-    unrolls: bool = True  # the driver's compiler unrolls short loops; else it keeps arrays that they index in memory
-    # microseconds of a launch in a command buffer that depends on the one before it, which kernels save by doing small
-    # work twice (schedules/gpu/linear/norm_place.py); 0: they do not. 2.6 to 3 on an H100 and an H200, 0.9 published of
-    # a W7900 with RADV.
+    # the driver's compiler unrolls short loops; otherwise it keeps arrays that such loops index in memory
+    unrolls: bool = True
+    # microseconds of a launch in a command buffer that depends on the launch before it. Kernels avoid such a launch by
+    # repeating small work in each workgroup (schedules/gpu/linear/norm_place.py); 0: they never do. Measured: 2.6 to 3
+    # on an H100 and an H200; published for a W7900 with RADV: 0.9.
     launch_us: float = 0.0
-    join_us: float = 0.0  # microseconds in which workgroups of a launch meet in device memory; 0: not measured
-    float16: bool = True  # arithmetic on float16 (else: storage only)
+    # microseconds of a barrier between all workgroups of a launch, through device memory; 0: not measured
+    join_us: float = 0.0
+    float16: bool = True  # arithmetic on float16 (otherwise only storage)
     matrix: str = ""  # "coop" for KHR_cooperative_matrix, else ""
-    # registers of a lane that the driver's compiler keeps for one fragment of an operand, where kernels must count them
-    # to stay without spills: 16 with ACO (Mesa 25). 0: they need not
+    # registers of a lane that the driver's compiler keeps for one operand fragment; kernels must count these to avoid
+    # spills: 16 with ACO (Mesa 25). 0: kernels need not count them
     query_registers: int = 0
     fragment: tuple[int, int, int] = (16, 16, 16)  # (m, n, k) of its float16 matrices with float32 sums
-    # (m, n, k) of such matrices of which kernels know which lane holds what (gemm_lanes.py, gemm_matrix.py and
-    # attention_rows_matrix.py of schedules/gpu); (): there are no such kernels
+    # (m, n, k) of float16 matrices with float32 sums for kernels that know which lane has which component
+    # (gemm_lanes.py, gemm_matrix.py and attention_rows_matrix.py of schedules/gpu); (): there are no such kernels
     lane_matrix: tuple[int, ...] = ()
-    lane_unit: str = ""  # how their components are distributed over lanes: of runtime/matrix_lanes.py
-    lds: int = 32 * KIB  # bytes of shared memory that one workgroup may have
-    threads: int = 256  # most invocations of a workgroup that kernels use
-    lane_threads: int = 0  # of kernels of the layout "lanes" where these use more (schedules/gpu/linear/gemm_lanes.py)
-    push: int = 256  # bytes of push constants; arguments beyond them are read from memory
-    chips: str = ""  # how the names begin by which Mesa's driver for AMD calls such chips, a pattern; "": not AMD's
+    # how the components of these are distributed over lanes: a key of DISTRIBUTIONS in runtime/matrix_lanes.py
+    lane_unit: str = ""
+    lds: int = 32 * KIB  # bytes of shared memory that a workgroup may have
+    threads: int = 256  # largest number of threads of a workgroup
+    # the same for kernels of the layout "lanes" (schedules/gpu/linear/gemm_lanes.py); 0: `threads`
+    lane_threads: int = 0
+    push: int = 256  # bytes of push constants; further arguments are read from memory
+    chips: str = ""  # AMD: pattern of the beginnings of the chip names that Mesa's driver reports; "": not AMD
 
 
 DEVICE_KINDS = {
@@ -170,7 +178,7 @@ DEVICE_KINDS = {
     for kind in (
         DeviceKind("vangogh", "rdna2", 32, 8, 88, ("steamdeck", "deck"), unified=True, clock=1.6,
         registers=1024, launch_us=0.9, chips="VANGOGH"),
-        # NAVI1 is without dot products, which the driver says
+        # NAVI1 has no dot products; the driver reports that
         DeviceKind("rdna2", "rdna2", 32, 40, 512, ("rembrandt", "680m", "660m"), registers=1024, launch_us=0.9,
         chips="NAVI1|NAVI2|REMBRANDT|RAPHAEL|MENDOCINO"),
         DeviceKind("rdna3", "rdna3", 32, 60, 960, registers=1536, matrix="coop", query_registers=16,
@@ -184,31 +192,32 @@ DEVICE_KINDS = {
         DeviceKind("nvidia", "nvidia", 32, 132, 4800, ("h200", "h100"), loads=4, registers=512, lone_waves=True,
         unrolls=False, launch_us=3.0, join_us=3.0,
         matrix="coop", lane_matrix=(16, 8, 16), lane_unit="mma", lane_threads=512, lds=48 * KIB),
-        # Mesa's CPU driver. Its subgroup is the host's vector: 256 bits. No hardware has such small ones: a good
-        # stress.
+        # Mesa's CPU driver. Its subgroup is a vector of the host: 256 bits. No GPU has such small subgroups, so this is
+        # also a good stress test.
         DeviceKind("lavapipe", "generic", 8, 4, 0, ("llvmpipe", "swrast"), unified=True, loads=1, push=128),
-        # What Vulkan 1.2 grants every device that has buffer addresses and small integers in memory.
+        # What Vulkan 1.2 guarantees on every device with buffer addresses and small integers in memory.
         DeviceKind("generic", "generic", 32, 16, 0, subgroups=False, dot="", loads=1, float16=False, lds=16 * KIB,
         threads=32, push=128),
     )
 }  # fmt: skip
 
-# ---- what a GPU can do at best
+# ---- upper bounds of a GPU's speed
 
 Unit = Literal["fma", "packed16", "dot4", "matrix16", "matrix8"]
-# Operations per clock of a compute unit (of NVIDIA's: a multiprocessor), a multiplication and an addition being two, by
-# what multiplies: float32 multiply-adds; pairs of float16 (dot2, packed multiply-adds); four int8 (dot4); matrices of
-# float16 and of int8 without sparsity. 0: there is no such instruction. Sources, each figure compared with them:
-# - matrices: AMD's calculator of matrix instructions (github.com/ROCm/amd_matrix_instruction_calculator), of the shapes
-#   that kernels use: per compute unit of CDNA 1 to 3, half of a work group processor of RDNA 3 and 4; CDNA 4's white
-#   paper ("AMD CDNA 4 architecture", peak rates); "AMD matrix cores" and "Using the Matrix Cores of AMD RDNA 4
+# Operations per clock and compute unit (NVIDIA: multiprocessor), by what multiplies. A multiplication and an addition
+# count as two. fma: float32 multiply-adds; packed16: pairs of float16 (dot2, packed multiply-adds); dot4: four int8
+# products; matrix16, matrix8: matrices of float16 and of int8, without sparsity. 0: there is no such instruction.
+# Sources, with which each figure was compared:
+# - matrices: AMD's matrix instruction calculator (github.com/ROCm/amd_matrix_instruction_calculator), for the shapes
+#   that kernels use: per compute unit of CDNA 1 to 3, per half of a work group processor of RDNA 3 and 4; CDNA 4's
+#   white paper ("AMD CDNA 4 architecture", peak rates); "AMD matrix cores" and "Using the Matrix Cores of AMD RDNA 4
 #   architecture GPUs" of GPUOpen, which tabulate MI100, MI250X, RDNA 2, 3 and 4 per clock and compute unit;
-# - fma: the same two (MI100, MI250X); CDNA 2 and later with packed float32 (white papers of CDNA 2 to 4); RDNA 3 and 4
-#   with two operations that are issued together (ISA guides, "Dual Issue VALU");
-# - packed16: the table of GPUOpen (RDNA 2; RDNA 3 with pairs that are issued together), product pages ("peak half
-#   precision"); of CDNA one instruction a clock in each of 64 lanes (ISA guides, V_PK_FMA_F16, V_DOT2_F32_F16);
-# - dot4: V_DOT4 in 64 lanes a clock (ISA guides): none is among those that are issued together.
-# Tests compare them with product pages, too. NVIDIA's: Hopper white paper.
+# - fma: these two GPUOpen articles (MI100, MI250X); white papers of CDNA 2 to 4 (packed float32); ISA guides of RDNA 3
+#   and 4 ("Dual Issue VALU": two operations are issued together);
+# - packed16: GPUOpen's table (RDNA 2; RDNA 3 with dual issue), product pages ("peak half precision"); CDNA: one
+#   instruction a clock in each of 64 lanes (ISA guides, V_PK_FMA_F16, V_DOT2_F32_F16);
+# - dot4: V_DOT4 in 64 lanes a clock (ISA guides); it is not among the instructions of dual issue;
+# - NVIDIA: Hopper white paper. Tests compare the figures with product pages, too.
 RATES: dict[str, dict[Unit, int]] = {
     family: dict(zip(("fma", "packed16", "dot4", "matrix16", "matrix8"), rates, strict=True))
     for family, rates in {
@@ -227,16 +236,16 @@ RATES: dict[str, dict[Unit, int]] = {
 
 
 class Limits(NamedTuple):
-    """What a GPU can do at best. bandwidth: bytes per second, 0: not known. rates: operations per second by Unit, those
-    that it has; empty: not known."""
+    """Upper bounds of a GPU's speed. bandwidth: bytes per second, 0 if unknown. rates: operations per second for each
+    Unit that the GPU has, empty if unknown."""
 
     bandwidth: float
     rates: dict[str, float]
 
 
 def limits(gpu: Chip | DeviceKind, device: str = "") -> Limits:
-    """Of a chip or a kind of Vulkan device, by tables. device: the name that a driver reports, of which the product
-    decides, as far as it is known."""
+    """The limits of a chip, or of a kind of Vulkan device, from the tables. device: the name that a driver reports; if
+    it names a known product, that product's bandwidth and chip are used."""
     name, bandwidth = peak_bandwidth(device) or ("", gpu.bandwidth)
     product = name.replace(" ", "").lower()
     chip = next((chip for chip in CHIPS.values() if product in chip.products), gpu)
@@ -245,6 +254,7 @@ def limits(gpu: Chip | DeviceKind, device: str = "") -> Limits:
 
 
 def limits_of(arch: str, device: str = "") -> Limits:
-    """The same by the name of a chip, or of a kind with its changes (rdna3:wave=64); nothing is known of others."""
+    """`limits` by name: of a chip, or of a kind with changes (rdna3:wave=64). Unknown names get limits without
+    figures."""
     gpu = CHIPS.get(arch) or DEVICE_KINDS.get(arch.partition(":")[0])
     return limits(gpu, device) if gpu else Limits(0.0, {})

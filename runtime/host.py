@@ -8,22 +8,23 @@ from mlc_amd.runtime.errors import UserError
 
 CGROUP = Path("/sys/fs/cgroup")
 TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
-# Bytes of a GPU's own memory that plans leave to the driver, the desktop and other programs, as llama.cpp does.
+# Bytes of a GPU's own memory that plans leave to the driver, the desktop and other programs; llama.cpp leaves as much.
 RESERVE = 1 << 30
-# Parts of shared memory that plans use: of an APU's, of which Linux lets the GPU take half (ttm.pages_limit raises it),
-# and of what is available of the host's, for a cache of any size.
+# Plans use 1 / SHARED_PART of an APU's shared memory, because Linux lets the GPU use half of it (ttm.pages_limit raises
+# this), and 1 / HOST_PART of the host's available memory for a cache of automatic size.
 SHARED_PART = HOST_PART = 2
 
 log = logging.getLogger("mlc_amd")
 
 
 def available_threads() -> int:
-    """Cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def selected_threads(device: str | None) -> int:
-    """The number of threads of `--device` for a CPU, all for None. UserError for anything but a positive number."""
+    """The number of threads for a CPU from the value of `--device`; None: all cores. Raises UserError if it is no
+    positive number."""
     if device is None:
         return available_threads()
     if not str(device).isdecimal() or int(device) == 0:
@@ -32,7 +33,7 @@ def selected_threads(device: str | None) -> int:
 
 
 def last_level_cache() -> int:
-    """Bytes of the largest cache of cpu0 as reported by Linux, else 32 MiB."""
+    """Bytes of the largest cache of cpu0 that Linux reports; 32 MiB if it reports none."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()
@@ -41,7 +42,8 @@ def last_level_cache() -> int:
 
 
 def available_memory() -> int:
-    """Bytes to take without swapping: Linux's estimate, at most the control group's limit; 0 if neither is known."""
+    """Bytes that can be allocated without swapping: Linux's estimate, limited by the control group; 0 if neither is
+    known."""
     found = []
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
@@ -58,7 +60,7 @@ def available_memory() -> int:
 
 
 def cpu_flags() -> frozenset[str]:
-    """Instruction sets of this CPU as Linux names them; empty where /proc/cpuinfo does not list them."""
+    """The names of this CPU's instruction sets in /proc/cpuinfo; empty if it has none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -68,14 +70,14 @@ def cpu_flags() -> frozenset[str]:
 
 
 def kfd_gpus(topology: Path = TOPOLOGY) -> list[dict]:
-    """The GPUs of the kernel's compute driver: `arch` (of the chip itself, ignoring overrides), `node` (render node),
-    `pci`. Fields of topology/nodes/*/properties: gfx_target_version is major*10000 + minor*100 + stepping, location_id
-    is bus<<8 | device<<3 | function."""
+    """The GPUs that the kernel's compute driver (KFD) reports: `arch` (of the chip itself, ignoring overrides), `node`
+    (render node), `pci` (address). Read from topology/nodes/*/properties: gfx_target_version is major*10000 + minor*100
+    + stepping, location_id is bus<<8 | device<<3 | function."""
     found = []
     for file in sorted(topology.glob("*/properties"), key=lambda f: int(f.parent.name)):
         try:
             facts = dict(line.split(None, 1) for line in file.read_text().splitlines() if " " in line)
-        except OSError:  # a node that this container may not see
+        except OSError:  # a node that this container may not access
             continue
         version, place = int(facts.get("gfx_target_version", 0)), int(facts.get("location_id", 0))
         if version:
@@ -88,7 +90,7 @@ def kfd_gpus(topology: Path = TOPOLOGY) -> list[dict]:
 
 
 def join_group(file: Path) -> str:
-    """How to get permission for a device file."""
+    """The advice how to get permission for a device file."""
     import grp  # not on Windows
 
     try:

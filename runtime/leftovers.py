@@ -1,7 +1,7 @@
-"""What a process must not leave, however it ends: temporary folders, child processes, a terminal that does not echo.
+"""What must be undone however the process ends: temporary folders, child processes, a terminal that does not echo.
 
-In: what removes each of them, noted as long as it exists. `undo_all` is for who ends the process without unwinding,
-from a signal (tools/interrupts.py).
+In: functions that undo these, each registered as long as it is needed. `undo_all` calls them; it is for code that ends
+the process without unwinding the stack, such as a signal handler (tools/interrupts.py).
 """
 
 from collections.abc import Callable
@@ -14,14 +14,14 @@ _numbers = count()
 
 
 def note(undo: Callable[[], object]) -> Callable[[], object]:
-    """Keeps `undo`, which may be called on any thread, until the returned function is called."""
+    """Registers `undo`, which may be called on any thread. The returned function unregisters it."""
     number = next(_numbers)
     _undo[number] = undo
     return partial(_undo.pop, number, None)
 
 
 def undo_all() -> None:
-    """The last noted comes first."""
+    """Calls all registered functions, the last one first. Ignores their exceptions."""
     for undo in reversed(list(_undo.values())):
         with suppress(Exception):
             undo()

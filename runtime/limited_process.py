@@ -1,9 +1,9 @@
-"""A child process with limits of processor time and memory, for untrusted input whose cost no library bounds: grammars,
-chat templates. Requests and answers are JSON values.
+"""A child process with limits of processor time and memory, for untrusted input that may take a library unbounded time:
+grammars, chat templates. Requests and answers are JSON values.
 
-One process answers many requests, so a request costs no more than its JSON; it is started again after a
-`LimitExceeded`. Its processor time is limited, not the elapsed time, so a busy machine refuses nothing; the system ends
-it at the limit, even within native code.
+One process answers many requests, so that a request costs little more than its JSON. The limit is on processor time,
+not on elapsed time, so that a busy machine does not make requests fail. At the limit the system ends the process, even
+within native code; it is started again for the next request.
 """
 
 import contextlib
@@ -22,7 +22,8 @@ from typing import IO, Any
 
 from mlc_amd.runtime import leftovers
 
-# The elapsed time of a request on a busy machine, as a multiple of its limit of processor time, and of the start.
+# How long to wait for an answer, as a multiple of the limit of processor time (the machine may be busy); seconds in
+# which the process must start.
 _PATIENCE, _START_SECONDS = 10.0, 30.0
 _PROGRAM = "from mlc_amd.runtime.limited_process import main; main()"
 
@@ -32,9 +33,12 @@ class LimitExceeded(Exception):
 
 
 class LimitedProcess:
-    """The child process. It is started when it is needed, also after it has ended. Thread-safe. module: its
-    `open_work(opening)` returns an answer to the opening, and the function that answers requests. seconds: of processor
-    time for one request, opening_seconds: for the opening. memory: bytes, besides those of Python and its modules."""
+    """The child process. It is started on first use, and again after it has ended. Thread-safe.
+
+    module: has a function `open_work(opening)`, which returns the answer to the opening, and a function that answers
+    requests. seconds: processor time for one request. opening_seconds: the same for the opening; 0: `seconds`. memory:
+    bytes, in addition to those of Python and its modules.
+    """
 
     def __init__(self, module: str, opening: object, seconds: float, memory: int, opening_seconds: float = 0) -> None:
         self._module, self._opening = module, json.dumps(opening)
@@ -42,7 +46,7 @@ class LimitedProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._opened: Any = None
-        self._opening_sent = False  # and not answered
+        self._opening_sent = False  # it is sent, and its answer is not read yet
         self._ended: Callable[[], object] = lambda: None
 
     def start(self) -> None:
@@ -51,13 +55,13 @@ class LimitedProcess:
             self._start()
 
     def open(self) -> Any:
-        """The answer to the opening."""
+        """The answer to the opening. Raises LimitExceeded."""
         with self._lock, self._whole():
             self._open()
             return self._opened
 
     def request(self, request: object) -> Any:
-        """The answer to a request."""
+        """The answer to a request. Raises LimitExceeded."""
         line = json.dumps(request)
         with self._lock, self._whole():
             self._open()
@@ -71,7 +75,8 @@ class LimitedProcess:
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
-        """Ends the process if the block fails, as by Ctrl-C: its answer would be taken for that to the next request."""
+        """Ends the process if the block fails, for example by Ctrl-C. Otherwise the unread answer would be taken for
+        the answer to the next request."""
         try:
             yield
         except BaseException:
@@ -89,13 +94,13 @@ class LimitedProcess:
             return
         self._ended()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
-        # Bytecode goes where this process writes it, or nowhere.
+        # Bytecode is written where this process writes it, or not at all.
         environment["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix or ""
         environment["PYTHONDONTWRITEBYTECODE"] = "1" if sys.dont_write_bytecode else ""
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM, self._module, *map(str, self._limits)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
-            start_new_session=True,  # Ctrl-C is for this process
+            start_new_session=True,  # Ctrl-C must not reach the child
         )  # fmt: skip
         self._ended = weakref.finalize(self, _end, self._process, leftovers.note(self._process.kill))
         self._send(self._opening)
@@ -104,12 +109,12 @@ class LimitedProcess:
     def _send(self, line: str) -> None:
         process = self._process
         assert process is not None and process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended: then there is no answer
+        with contextlib.suppress(BrokenPipeError):  # the process has ended: `_receive` then finds no answer
             process.stdin.write(line.encode() + b"\n")
             process.stdin.flush()
 
     def _receive(self, seconds: float) -> Any:
-        """The next answer. LimitExceeded if there is none."""
+        """The next answer. Raises LimitExceeded if none arrives."""
         process = self._process
         assert process is not None and process.stdout is not None
         waiting = select.poll()
@@ -134,7 +139,8 @@ def _end(process: subprocess.Popen[bytes], ended: Callable[[], object]) -> None:
 
 
 def main() -> None:
-    """The program of the child process. Arguments: the module, seconds for the opening and for a request, bytes."""
+    """The program of the child process. Arguments: module, seconds for the opening, seconds for a request, bytes of
+    memory."""
     module, opening_seconds, seconds, memory = sys.argv[1:]
     open_work = importlib.import_module(module).open_work
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -152,7 +158,7 @@ def main() -> None:
 
 
 def _limited(work: Callable[[Any], Any], line: str, seconds: float) -> Any:
-    """The result of `work` for a request. At the limit of time the timer's signal ends the process."""
+    """The result of `work` for a request. When the time is up, a signal ends the process."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         return work(json.loads(line))

@@ -1,7 +1,7 @@
-"""Which lane of a subgroup of 32 has which components of a cooperative matrix, by `DeviceKind.lane_unit`: what kernels
-rely on (`gemm_lanes.py` and `gemm_matrix.py` of schedules/gpu/linear, `attention_rows_matrix.py`). Drivers choose it,
-and the runtime checks it (runtime/devices/vulkan/fragments.py). Sources: AMD's ISA manuals of RDNA3 and RDNA4, of which
-Mesa's driver takes registers as they are; what NVIDIA's driver does on an H100."""
+"""Which lane of a subgroup of 32 has which components of a cooperative matrix, by `DeviceKind.lane_unit`. Kernels rely
+on it (`gemm_lanes.py` and `gemm_matrix.py` of schedules/gpu/linear, `attention_rows_matrix.py`). Drivers choose the
+distribution, and the runtime checks it (runtime/devices/vulkan/fragments.py). Sources: AMD's ISA manuals of RDNA3 and
+RDNA4, whose register layouts Mesa's driver uses unchanged; NVIDIA: observed on an H100."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,8 @@ class Distribution:
 
 
 def _of_rows(halves: int, peer: np.ndarray, sum_row: np.ndarray) -> Distribution:
-    """Lane l has `halves` columns of row l % 16 of A, as many rows of column l % 16 of B, and sums of that column."""
+    """The distribution in which lane l has `halves` elements of row l % 16 of A, as many of column l % 16 of B, and
+    sums of column l % 16. peer: see `Distribution`. sum_row: [lane, component], the rows of the sums."""
     own = np.repeat(_LANE % 16, halves, axis=1)
     return Distribution(own, own, peer, (sum_row, _LANE % 16 + 0 * sum_row))
 

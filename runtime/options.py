@@ -1,8 +1,8 @@
-"""The options of compiling and loading a model: name, type, default and help of each, in one place.
+"""The options of compiling and loading a model. Name, type, default and help of each option are in one place.
 
-A group of options is a dataclass, or a TypedDict where only what is given counts, whose annotations have an `Option`.
-Functions take a group as one value. The flags of commands, their help pages and completion (tools/arguments.py), and
-the signatures of `mlc_amd.load` and `mlc_amd.compile` (`keywords`) are made from groups.
+A group of options is a dataclass whose annotations have an `Option`; or a TypedDict, if only the options that were
+given matter. Functions take a group as one value. These are made from groups: the flags of commands, their help and
+completion (tools/arguments.py), and the signatures of `mlc_amd.load` and `mlc_amd.compile` (`keywords`).
 """
 
 import inspect
@@ -23,26 +23,27 @@ P = ParamSpec("P")
 Group = TypeVar("Group")
 Result = TypeVar("Result")
 
-MODEL_FLAGS = ("-m", "-hf", "-hfr", "--hf-repo", "-mu", "--model-url")  # llama.cpp's, of a model
-MANY = (1 << 31) - 1  # more than anybody needs of anything that is counted
+MODEL_FLAGS = ("-m", "-hf", "-hfr", "--hf-repo", "-mu", "--model-url")  # llama.cpp's flags for a model
+MANY = (1 << 31) - 1  # an upper limit for counts
 
 
 @dataclass(frozen=True)
 class Option:
-    """What help and errors say of an option. Every number has a range: from `low` or `above` to `high`."""
+    """The help, the unit and the valid values of an option. A number must be from `low`, and greater than `above`, to
+    `high`."""
 
-    help: str  # what it does
-    unit: str = ""  # of its value
-    default: str = ""  # what a default of None means
+    help: str  # what the option does
+    unit: str = ""  # unit of its value
+    default: str = ""  # what None, as the default, means
     low: float = -math.inf
     high: float = math.inf
-    above: float = -math.inf  # values must be greater
-    read: Callable[[str], object] | None = None  # makes the value of a text, if its type does not say how
-    also: tuple[str, ...] = ()  # other names of its flag, those of llama.cpp
-    unset: str = ""  # the text that stands for None, if there is one
+    above: float = -math.inf  # the value must be greater than this
+    read: Callable[[str], object] | None = None  # parses the value, if the option's type does not determine how
+    also: tuple[str, ...] = ()  # other names of the flag: those of llama.cpp
+    unset: str = ""  # the text that means None; "": there is none
 
     def text(self, default: object) -> str:
-        """The help, the unit and the default value."""
+        """The help with the unit and the default value."""
         if default in (None, False, (), "", inspect.Parameter.empty):
             default = self.default
         shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
@@ -50,7 +51,8 @@ class Option:
         return f"{self.help} ({'; '.join(notes)})" if notes else self.help
 
     def problem(self, name: str, value: object) -> str | None:
-        """What is wrong with a number that is out of range, or with one of several."""
+        """What is wrong with a value, or with the first wrong value of a tuple: a number that is out of range. None
+        otherwise. name: for the message."""
         if isinstance(value, tuple):
             return next(filter(None, (self.problem(name, one) for one in value)), None)
         if not isinstance(value, Real):
@@ -66,7 +68,7 @@ class Option:
 
 
 def one_of(choices: Sequence[object]) -> str:
-    """Values that are possible, in words."""
+    """The possible values as text: "a, b or c"."""
     *before, last = map(str, choices)
     return f"{', '.join(before)} or {last}" if before else last
 
@@ -80,12 +82,13 @@ def described(group: Any) -> dict[str, tuple[Any, Option]]:
 
 
 def option_of(group: Any, name: str) -> Option:
-    """One of a group's, for a function that has an option of the same name without the group."""
+    """An option of a group, for a function that has this option but not the whole group."""
     return described(group)[name][1]
 
 
 def keywords(group: Callable[P, Group]) -> Callable[[Callable[[Group], Result]], Callable[P, Result]]:
-    """Makes a function of a group a function of its options as arguments, with types, defaults and help."""
+    """A decorator: it turns a function of a group into a function whose keyword arguments are the group's options, with
+    their types, defaults and help."""
     options = described(group)
     signature = inspect.signature(group)
     parameters = [one.replace(annotation=options[name][0]) for name, one in signature.parameters.items()]
@@ -106,7 +109,8 @@ def keywords(group: Callable[P, Group]) -> Callable[[Callable[[Group], Result]],
 
 
 class Checked:
-    """A group whose numbers are in range and whose names are known. UsageError otherwise."""
+    """A group that checks its values when it is made. Raises UsageError if a number is out of range, or a name is not
+    one of those possible."""
 
     def __post_init__(self) -> None:
         for name, (kind, option) in described(type(self)).items():
@@ -118,12 +122,12 @@ class Checked:
                 raise UsageError(f"{flag} must be {one_of(known)}, not {value!r}")
 
 
-_OTHER_TARGETS = {"cuda": "vulkan", "hip": "rocm"}  # what other programs call targets
+_OTHER_TARGETS = {"cuda": "vulkan", "hip": "rocm"}  # names of targets in other programs
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions(Checked):
-    """What kernels are made for."""
+    """The hardware that kernels are compiled for."""
 
     target: Annotated[Literal["auto", "cpu", "rocm", "vulkan"], Option(
         "what a GGUF file is compiled for; auto: rocm if AMD's HIP runtime works, else vulkan on a GPU, else cpu",
@@ -144,8 +148,8 @@ class TargetOptions(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class RopeOptions(Checked):
-    """How positions turn queries and keys (RoPE), for a longer context, where not as the GGUF file says. Only an
-    artifact's tables depend on it."""
+    """Changes to the RoPE (rotary positions) of the GGUF file, for a longer context. Of an artifact, only the tables
+    depend on them."""
 
     rope_scaling: Annotated[Literal["none", "linear", "yarn"] | None, Option(
         "how RoPE is scaled for a longer context, for a GGUF file",
@@ -179,14 +183,14 @@ class RopeOptions(Checked):
 
     @property
     def rope_changes(self) -> dict[str, Any]:
-        """Those that are given."""
+        """The options that were given."""
         values = {field.name: getattr(self, field.name) for field in fields(RopeOptions)}
         return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompileOptions(RopeOptions, TargetOptions):
-    """What a GGUF file is compiled for. The compiler takes those that are `resolved`."""
+    """What a GGUF file is compiled for. The compiler takes `resolved` options."""
 
     kv_type: Annotated[KvType | None, Option(
         "type of the KV cache, for a GGUF file: of keys and values, or keys/values; q8_0 takes half of the memory of "
@@ -225,7 +229,8 @@ class CompileOptions(RopeOptions, TargetOptions):
 
     @property
     def parts(self) -> int:
-        """Into how many parts a model is divided by tensor. UsageError without a number."""
+        """The number of GPUs that each tensor is divided between; 1 with --split layer. Raises UsageError if the number
+        is missing."""
         if self.split == "layer":
             if self.gpus is not None:
                 raise UsageError("--gpus is for --split tensor; --devices says which GPUs share a model by layers")
@@ -236,19 +241,19 @@ class CompileOptions(RopeOptions, TargetOptions):
 
     @property
     def given(self) -> dict[str, Any]:
-        """Those that are not the defaults."""
+        """The options whose values are not the defaults."""
         values = {field.name: (getattr(self, field.name), field.default) for field in fields(CompileOptions)}
         return {name: value for name, (value, default) in values.items() if value != default}
 
     def resolved(self, target: str, arch: str) -> "CompileOptions":
-        """The same for a target and an arch without "auto", of tools/target.py."""
+        """These options with a target and an arch that are not "auto" (chosen by tools/target.py)."""
         changed: dict[str, Any] = {"target": target, "arch": arch, "kv_type": self.cache_type}
         return CompileOptions(**self.given | changed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Checked):
-    """What an artifact is run with."""
+    """The options of running an artifact."""
 
     threads: Annotated[int | None, Option(
         "number of CPU threads", default="all cores", low=1, high=4096, also=("-t",))] = None  # fmt: skip
@@ -287,21 +292,21 @@ class RunOptions(Checked):
 
     @property
     def disk_bytes(self) -> int | None:
-        """`cache_disk`. UsageError for a text that is no size."""
+        """The bytes of `cache_disk`. Raises UsageError for a text that is not a size."""
         given = self.cache_disk
         return int(number(given, "--cache-disk", BYTES, "20G")) if isinstance(given, str) else given
 
 
 @dataclass(frozen=True)
 class LoadOptions(RunOptions, CompileOptions):
-    """A model, what it is compiled for if it is a GGUF file, and what it is run with."""
+    """A model, the options for compiling it if it is a GGUF file, and the options for running it."""
 
     model: Annotated[str | os.PathLike[str] | None, Option(
         "artifact folder, GGUF file, or OWNER/REPO:QUANT of huggingface.co (compiled on first use)",
         default="the bundled demo model", also=MODEL_FLAGS)] = None  # fmt: skip
 
     def resolved(self, target: str, arch: str) -> CompileOptions:
-        """As CompileOptions has it; for as many GPUs as are named, if that is not said."""
+        """`CompileOptions.resolved`. With --split tensor and no --gpus, the number of GPUs is that of --devices."""
         found = super().resolved(target, arch)
         by_devices = self.split == "tensor" and self.gpus is None and self.devices
         return replace(found, gpus=len(self.devices)) if by_devices else found
@@ -309,7 +314,7 @@ class LoadOptions(RunOptions, CompileOptions):
 
 @dataclass(frozen=True)
 class CompileRequest(CompileOptions):
-    """A GGUF file to compile, and where to."""
+    """A GGUF file to compile, and the folder to write."""
 
     model: Annotated[str | os.PathLike[str], Option(
         "GGUF file, any part of a split model, or OWNER/REPO:QUANT of huggingface.co", also=MODEL_FLAGS)]  # fmt: skip

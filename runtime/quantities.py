@@ -1,4 +1,4 @@
-"""Numbers with units, as users type them: sizes and times."""
+"""Parses numbers with units, as users type them: sizes and times."""
 
 import re
 from collections.abc import Mapping
@@ -9,7 +9,8 @@ BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def number(text: str, what: str, units: Mapping[str, int], example: str) -> float:
-    """A number with one of these units. what: its name, such as a flag. UsageError for anything else."""
+    """Parses a number with one of these units. what: the name of the value, such as a flag. Raises UsageError for any
+    other text."""
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]?)(?:i?[bB])?", text.strip())
     scale = next((value for unit, value in units.items() if parts and parts[2].lower() == unit.lower()), None)
     if parts is None or scale is None:

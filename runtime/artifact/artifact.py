@@ -1,15 +1,16 @@
-"""Writes and reads artifacts: folders with everything that the runtime needs; dist/README.md specifies the format.
+"""Writes and reads artifacts: folders with everything that the runtime needs. dist/README.md specifies the format.
 
     manifest.json         model, target, context, plan, KV cache, checksums
     kernels.so            compiled kernels (cpu)
-    relay.bin             the host's code that moves words between GPUs which share a model by tensor
-    weights.safetensors   packed weights, every tensor aligned to 64 bytes, mapped or read by devices; only the vectors
-                          in an artifact without weights. The same at every context: artifacts may share the file.
+    relay.bin             host machine code of the relay between GPUs that share a model by tensor
+    weights.safetensors   packed weights, every tensor aligned to 64 bytes; devices map or read the file. An artifact
+                          without weights has only the vectors. It is the same at every context, so artifacts may
+                          share the file.
     tables.safetensors    tables by position
     tokenizer.json, tokenizer_config.json
 
-A new artifact is written to a temporary folder next to the destination, which is renamed when it is complete: an
-interrupted or failed compilation leaves no files.
+A new artifact is written to a temporary folder next to the destination. The folder is renamed when it is complete, so
+an interrupted or failed compilation leaves no files.
 """
 
 import hashlib
@@ -31,17 +32,18 @@ from mlc_amd.runtime.folders import Lock, lock, scratch, unwritable
 from mlc_amd.runtime.garbage import no_collection
 
 WEIGHTS, TABLES = "weights.safetensors", "tables.safetensors"
-# all that there may be
+# patterns of all files that an artifact may have
 _FILES = (MANIFEST, WEIGHTS, TABLES, "kernels[.-]*", RELAY, "tokenizer.json", "tokenizer_config.json")
 
 
 def source_id(path: str | Path) -> str:
-    """The id of a source file in the manifest's `source`: a digest of its path, as several may have the same name."""
+    """The id of a source file in the manifest's `source`: a digest of its path, as several files may have the same
+    name."""
     return hashlib.sha256(os.fsencode(Path(path).resolve())).hexdigest()[:16]
 
 
 class CannotWrite(UserError):
-    """An artifact cannot be written to `path`; `reason` is the system's."""
+    """An artifact cannot be written to `path`. reason: the system's error message."""
 
     def __init__(self, path: Path, error: OSError):
         super().__init__(unwritable(path, error, "choose another output with -o"))
@@ -56,7 +58,8 @@ def sha256(path: Path) -> str:
 @contextmanager
 def new_artifact(path: Path) -> Iterator[Path]:
     """A temporary folder that becomes `path` if the `with` block succeeds, and is deleted otherwise. Only an older
-    artifact is replaced; of a link, its target. CannotWrite for errors of the file system."""
+    artifact may be replaced. If `path` is a link, its target is replaced. Raises CannotWrite for errors of the file
+    system, and UserError as `check_output` does."""
     check_output(Path(path))
     path = Path(os.path.realpath(path))
     try:
@@ -68,7 +71,7 @@ def new_artifact(path: Path) -> Iterator[Path]:
 
 
 def _replace(path: Path, new: Path) -> None:
-    """Renames `new` to `path`; what was there is deleted."""
+    """Renames `new` to `path`. Deletes what `path` was before; restores it if the renaming fails."""
     if not path.exists():
         new.rename(path)
         return
@@ -82,7 +85,7 @@ def _replace(path: Path, new: Path) -> None:
 
 
 def check_output(path: Path) -> None:
-    """UserError where an artifact must not be written: only the result of an earlier compilation is replaced."""
+    """Raises UserError if `path` exists and is not an earlier artifact, which may be replaced."""
     _check_name(path)
     if not path.exists():
         return
@@ -99,7 +102,8 @@ def check_output(path: Path) -> None:
 
 
 def _check_name(path: Path) -> None:
-    """UserError for a path that libraries which read and write an artifact's files do not take."""
+    """Raises UserError for a path that is not UTF-8: libraries that read and write an artifact's files do not accept
+    it."""
     try:
         os.path.realpath(path).encode()
     except UnicodeEncodeError:
@@ -107,8 +111,8 @@ def _check_name(path: Path) -> None:
 
 
 def write_manifest(directory: Path, manifest: ManifestBody, known: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Writes manifest.json with `manifest` and the facts of every file in `directory`. known: SHA-256 of files that
-    need not be read."""
+    """Writes manifest.json: `manifest`, and the facts of every file in `directory`. known: SHA-256 of files by name,
+    which are then not read."""
     files = {file.name: facts(file, known.get(file.name)) for file in sorted(directory.iterdir())}
     (directory / MANIFEST).write_text(text(manifest, files))
 
@@ -122,31 +126,32 @@ def facts(file: Path, digest: str | None = None) -> FileFacts:
 
 
 def _header(file: Path) -> str | None:
-    """The checksum of the header of a file of tensors; None for other files."""
+    """The checksum of the header of a safetensors file; None for other files."""
     return header_digest(file) if file.suffix == ".safetensors" else None
 
 
 def write_interfaces(directory: Path, manifest: ManifestBody) -> None:
-    """Appends to each library of kernels the digest of their interface."""
+    """Appends to each library of kernels the digest of the kernels' interface."""
     plain = json.loads(json.dumps(manifest))
     for arch, library in plain["libraries"].items():
         interface.append(directory / library, interface.digest(plain, arch))
 
 
 class Artifact:
-    """A checked artifact on disk. `manifest` is what manifest.json holds (dist/README.md); its parts agree with one
-    another, with the weights and with the kernels."""
+    """An artifact on disk. After `open`, its parts have been checked against one another. manifest: the content of
+    manifest.json (dist/README.md)."""
 
     def __init__(self, path: Path, manifest: Manifest, held: Lock | None = None):
-        """held: the lock of the folder until `close`, which prevents its removal from the cache."""
+        """held: the lock of the folder, kept until `close`. It prevents the removal of the folder from the cache."""
         self.path, self.manifest, self._lock = path, manifest, held
         self._weights: WeightBlock | None = None
 
     @classmethod
     @no_collection()  # a manifest has many objects and no cycles
     def open(cls, path: str | Path, verify: bool = False) -> "Artifact":
-        """Checks manifest, presence, sizes and checksums of all files; that of the weights only with `verify`, as it
-        reads all of them. UserError for a folder that is no artifact, of another version, or damaged."""
+        """Opens an artifact. Checks the manifest, and the presence, sizes and checksums of all files. verify: also
+        checks the checksum of the weights, which reads all of them. Raises UserError for a folder that is no artifact,
+        has another version of the format, or is damaged."""
         path = Path(path)
         if path.is_file():
             made = f"a folder made by `mlc-amd compile {path.name}`" if path.suffix == ".gguf" else "such a folder"
@@ -192,7 +197,7 @@ class Artifact:
         return self._weights
 
     def open_weights(self) -> WeightBlock:
-        """The same, opened once more."""
+        """Opens the weights once more. Returns what `weights` has."""
         held: WeightBlock = Weights(self.path / WEIGHTS)
         if self.random_weights:
             held = RandomWeights(held, self.manifest["tensors"])
@@ -200,16 +205,16 @@ class Artifact:
         return JoinedBlocks([held, *tables])
 
     def release_weights(self) -> None:
-        """For devices that have read them to memory of their own; `weights` opens them again."""
+        """Closes the weights, after devices have copied them to their own memory. `weights` opens them again."""
         self._weights = None
 
     def close(self) -> None:
-        """Releases the weights' mapping and the folder."""
+        """Releases the weights' mapping and the lock of the folder."""
         self.release_weights()
         if self._lock:
             self._lock.close()
 
     @property
     def random_weights(self) -> bool:
-        """Whether the artifact has no weights: devices fill in random ones, for measurements."""
+        """Whether the artifact has no weights. Devices then use random ones, for measurements."""
         return self.manifest["weights"] == "random"

@@ -1,10 +1,11 @@
-"""The interface of compiled kernels as a digest of the manifest's entries, stored in the last bytes of the file of
-kernels: a manifest that does not belong to the kernels is refused.
+"""A digest of the interface of compiled kernels, computed from the manifest's entries. It is stored in the last bytes
+of the file of kernels, so that a manifest that does not belong to the kernels is rejected.
 
 Kernels do not check their arguments, and some compute addresses from results of earlier kernels (the experts of a row,
-the order of rows). So the digest covers all that determines their arguments: parameters, launches with their offsets in
-the arena, and the sizes of buffers and of random weights. manifest_check.py checks that these are consistent, the
-digest that they are the compiled ones. Loaders ignore the bytes after their part of the file.
+the order of rows). So the digest covers everything that determines their arguments: parameters, launches with their
+offsets in the arena, and the sizes of buffers and of random weights. manifest_check.py checks that these are
+consistent; the digest shows that they are those the kernels were compiled with. Loaders ignore the bytes of the digest,
+which follow the code.
 """
 
 import hashlib
@@ -16,12 +17,13 @@ from typing import Any
 import msgspec
 
 _MARK = b"mlc-amd interface "
-BYTES = len(_MARK) + 64  # at the end of a file
-_PLAN = ("context", "page", "functions", "arena_bytes", "io", "kv", "tensors")  # of the manifest
+BYTES = len(_MARK) + 64  # length of what is appended to a file
+_PLAN = ("context", "page", "functions", "arena_bytes", "io", "kv", "tensors")  # keys of the manifest
 
 
 def digest(manifest: Mapping[str, Any], arch: str) -> str:
-    """The digest of one arch's kernels. The manifest has plain JSON values: strings are of type str."""
+    """The digest for the kernels of one arch. The manifest must have plain JSON values, whose strings are of type
+    str."""
     target = manifest["target"]
     needs = [target.get("flags"), target.get("needs", {}).get(arch), manifest["launches"].get(arch)]
     plan = [manifest["model"]["vocab"], *(manifest[key] for key in _PLAN)]
@@ -37,13 +39,13 @@ def _param(param: Mapping[str, Any]) -> list:
 
 
 def append(library: Path, found: str) -> None:
-    """Appends a digest to the kernels."""
+    """Appends a digest to a file of kernels."""
     with open(library, "ab") as file:
         file.write(_MARK + found.encode())
 
 
 def of_file(library: Path) -> str:
-    """The digest of a file of kernels; "" where it has none."""
+    """The digest at the end of a file of kernels; "" if it has none."""
     with open(library, "rb") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - BYTES, 0))
         end = file.read(BYTES)

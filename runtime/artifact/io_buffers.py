@@ -1,5 +1,5 @@
-"""The sizes of the buffers between host and kernels (dist/README.md), which follow from functions, vocabulary and
-context. An artifact with other buffers is refused."""
+"""The dtypes and shapes of the buffers between host and kernels (dist/README.md). They follow from the functions, the
+vocabulary and the context. An artifact with other buffers is rejected."""
 
 from collections.abc import Iterable
 
@@ -20,10 +20,13 @@ def io_buffers(
     vision: Vision | None,
     images: ManifestImages | None,
 ) -> dict[str, Buffer]:
-    """rows, logits: of a function, at most; sampled: rows of logits of a function that samples, at most, 0 of encoders
-    of texts; columns: of logits; blocks: pages of a sequence of full length; spans: of the cached layers, STATE of
-    those that keep states; drafts: whether there are functions that guess tokens; vision, images: of the manifest, None
-    without an image encoder."""
+    """The buffers by name.
+
+    rows, logits: the largest rows and rows of logits of any function. sampled: the largest number of rows of logits of
+    functions that sample; 0 for encoders of texts. columns: of logits. blocks: pages of a sequence of full length.
+    spans: the spans of the cached layers; STATE for layers that keep states. drafts: whether there are functions that
+    guess tokens. vision, images: entries of the manifest; None without an image encoder.
+    """
     shapes: dict[str, tuple[int, ...]] = {
         "state": (4,),
         "answers": (4,),

@@ -1,59 +1,64 @@
-"""The names of the buffers between host and kernels (dist/README.md), and which of them differ from step to
-step. Without other packages, for machines that only measure kernels."""
+"""The names of the buffers between host and kernels (dist/README.md), and which of them change from step to step. This
+module imports no other packages, as machines that only measure kernels have none."""
 
 from collections.abc import Mapping
 
 from mlc_amd.runtime.cache.pages import STATE
 
-CELLS = "cells"  # the table of the cells of each slot, in io
-_TABLES = "pages."  # prefix of the names of page tables in io, before the span of their layers
-# io buffers that kernels write, in the order in which a function returns them; the host writes the others.
+CELLS = "cells"  # the io buffer with the table of each slot's cells
+_TABLES = "pages."  # prefix of the names of the io buffers with page tables; the span of their layers follows
+# The io buffers that kernels write, in the order in which a function returns them. The host writes the others.
 CHOSEN = ("sampled", "logprobs")
 OUTPUTS = ("logits", *CHOSEN)
-ENCODED = "encoded"  # what functions of an image encoder return
+ENCODED = "encoded"  # result of the functions of an image encoder
 RESULTS = (*OUTPUTS, ENCODED)
-# Inputs of an image encoder's functions, with a row for each patch: its pixels; what is added to the embeddings
-# (learned positions, the class token); cosines and sines of rotary positions; the first row and the end of what it
-# attends to, in layers without windows and with them; the rows that convolutions take for each group.
+# Inputs of an image encoder's functions, with a row for each patch. patches: pixels. added: what is added to the
+# embeddings (learned positions, the class token). turns: cosines and sines of rotary positions. segments, windows:
+# first row and end of the rows that the patch attends to, in layers without windows and with them. neighbours: the rows
+# that convolutions take for each group.
 PATCHES = ("patches", "added", "turns", "segments", "windows", "neighbours")
-# Kept tensors with a row for each row of a step, for functions that guess tokens: inputs of layers, by their numbers
-# (of as many as there are layers: the output of the last one), and what the next guess takes of one.
+# Tensors with a row for each row of a step, kept for functions that guess tokens. HIDDEN and a number i: the input of
+# layer i (i = number of layers: the output of the last one). DRAFTED: what the next guess needs of a guess.
 HIDDEN, DRAFTED = "hidden.", "drafted"
 _SELDOM = ("changes", "allowed")  # io buffers of sampling that most steps do not use
-FEATURES = "features"  # of the rows of images, which most steps do not have
-# io buffers that the host may write while the device computes what does not read them: see `launches_before_late`.
+FEATURES = "features"  # io buffer with the rows of images, which most steps do not have
+# io buffers that the host may write late: while the device already computes what does not read them
+# (`launches_before_late`).
 LATE = ("sampling", *_SELDOM)
-SLOTS = 64  # rows of a page table: sequences of a step, at most
-# Buffers with a row for each row of a step, or for each row of logits. A function uses the first ones, as many as it
-# has rows or logits; of all other buffers kernels take the whole.
-PACKED = ("segments", "pooled")  # of encoders of texts: first row and end of each row's text, of each answer's rows
+SLOTS = 64  # rows of a page table: largest number of sequences of a step
+# Buffers with a row for each row of a step (PER_ROW), or for each row of logits (PER_ANSWER). A function uses the first
+# rows, as many as it has rows or logits. Kernels take all other buffers whole.
+# encoders of texts: first row and end of the text of each row (segments), of the rows of each answer (pooled)
+PACKED = ("segments", "pooled")
 PER_ROW = ("tokens", "rows", "sources", "places", FEATURES, *PATCHES, "pooled")
 PER_ANSWER = ("logits", "sampling", "changes", "allowed", "sampled", "logprobs", ENCODED)
 
-# What each step has of its own besides: a chunk that is computed beside the next one has them a second time.
+# Further io buffers that belong to one step. Where a chunk is computed beside the next one, each exists twice.
 OF_STEP = ("state", "answers", "tokens", "rows", "sources", "places")
-BESIDE = "@"  # after the names of these, and of functions for such chunks
+BESIDE = "@"  # suffix of the second copies of these buffers, and of the functions for such chunks
 
 
 def page_table(span: int) -> str:
-    """The io buffer of the page tables of layers of that span, or of the cells of those that keep a state."""
+    """The name of the io buffer with the page tables of layers of a span; with span STATE, with the cells of layers
+    that keep a state."""
     return CELLS if span == STATE else f"{_TABLES}{span}"
 
 
 def is_kept(name: str) -> bool:
-    """Whether an input stays the same for many steps: devices copy it only after it was written."""
+    """Whether an io buffer usually stays the same for many steps. Devices copy it only after the host has written
+    it."""
     return name.startswith(_TABLES) or name in (CELLS, FEATURES, *_SELDOM, *PATCHES)
 
 
 def results_of(function: Mapping) -> set[str]:
-    """The io buffers of RESULTS that a function of the manifest writes."""
+    """The io buffers of RESULTS that a function writes. function: its entry in the manifest."""
     named = {where for launch in function["launches"] for kind, where, *_ in launch["args"] if kind == "io"}
     return named & set(RESULTS)
 
 
 def launches_before_late(function: Mapping, launched: Mapping) -> int | None:
-    """How many launches of a function come before the first that reads what may be LATE; None if none reads that.
-    function: the manifest's entry; launched: the launches of each kernel."""
+    """How many launches of a function come before the first that reads a buffer of LATE; None if none reads one.
+    function: the manifest's entry. launched: the launches of each kernel."""
     count = 0
     for call in function["launches"]:
         if any(kind == "io" and where in LATE for kind, where, *_ in call["args"]):

@@ -1,5 +1,5 @@
-"""Reads untrusted JSON as a given Python type, usually a TypedDict with limits of numbers (msgspec's `Meta`), without
-keys that the type lacks. UserError in one line that names the key, for any other content."""
+"""Reads untrusted JSON as a given Python type, usually a TypedDict with limits of numbers (msgspec's `Meta`). Keys that
+the type lacks are dropped. For other invalid content raises UserError: one line that names the key."""
 
 import os
 import re
@@ -14,12 +14,13 @@ import msgspec
 from mlc_amd.runtime.errors import QUOTED, UserError, one_line, shorten
 
 T = TypeVar("T")
-LARGEST = 256 << 20  # bytes of a file: a vocabulary of 200 thousand tokens takes 20 MB
+LARGEST = 256 << 20  # largest size of a file in bytes; a vocabulary of 200,000 tokens takes 20 MB
 
 
 @contextmanager
 def open_file(path: Path) -> Iterator[BinaryIO]:
-    """A regular file, for reading. UserError for anything else, as a pipe, which might block, and for system errors."""
+    """Opens a regular file for reading. Raises UserError for anything else, such as a pipe, which might block, and for
+    system errors."""
     try:
         with open(path, "rb", opener=_open) as file:
             yield file
@@ -36,7 +37,7 @@ def _open(path: str, flags: int) -> int:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a regular file. UserError as by `open_file`, and for more than LARGEST bytes."""
+    """The content of a regular file. Raises UserError as `open_file` does, and for more than LARGEST bytes."""
     with open_file(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > LARGEST:
             raise UserError(f"{path} has {size} bytes, more than the {LARGEST} that such a file may have")
@@ -44,12 +45,12 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read(path: Path, kind: type[T], advice: str) -> T:
-    """The content of a JSON file. advice: what to do about a damaged one."""
+    """The content of a JSON file. advice: what the user can do if the file is damaged. Raises UserError."""
     return decode(read_bytes(path), kind, path, advice)
 
 
 def decode(data: bytes, kind: type[T], path: object, advice: str) -> T:
-    """`data` as a value of that type. path, advice: for the message of a UserError."""
+    """Decodes `data` as a value of that type. path, advice: for the message of the UserError."""
     try:
         return msgspec.json.decode(data, type=kind)
     except RecursionError:
@@ -62,17 +63,19 @@ def decode(data: bytes, kind: type[T], path: object, advice: str) -> T:
 
 
 def _explain(error: msgspec.ValidationError, data: bytes, kind: Any) -> str:
-    """The error with its key: msgspec writes "Expected `int`, got `str` - at `$.io[...].shape[1]`"."""
+    """The message of an error, with its key. msgspec writes "Expected `int`, got `str` - at `$.io[...].shape[1]`"."""
     what, _, place = str(error).replace("at `key` in `$", "at `$").partition(" - at `$")
     what, place = what.replace("`", ""), place.rstrip("`").lstrip(".")
     what = what[:1].lower() + what[1:]
-    with suppress(msgspec.MsgspecError, RecursionError, UnicodeDecodeError):  # in what follows that place
+    # the search for the name of [...] may fail
+    with suppress(msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         place = _named(msgspec.json.decode(data), kind, place)
     return f"key {place}: {what}" if place else what
 
 
 def _named(document: Any, kind: Any, place: str) -> str:
-    """`place` with the names of keys where msgspec writes [...]: the key whose value alone has an error, too."""
+    """`place` with the names of keys where msgspec writes [...]. The key is found by trying: with it as the only key,
+    the document still has an error."""
     while "[...]" in place:
         before, _, after = place.partition("[...]")
         held = _at(document, before)

@@ -1,10 +1,10 @@
-"""The types of manifest.json; dist/README.md explains the keys.
+"""The types of manifest.json. dist/README.md explains the keys.
 
-The compiler makes a `ManifestBody`, `text` makes the file of it, and `read` returns a `Manifest`: dictionaries whose
-values have these types and lie within these limits. manifest_check.py then compares the parts with one another and with
-the weights. A key that is not declared here is not read, which `check_described` finds when it is written.
+The compiler makes a `ManifestBody`, `text` makes the file, and `read` returns a `Manifest`: dictionaries with these
+types and limits. manifest_check.py then compares the parts with one another and with the weights. A key that is not
+declared here is not read; `check_described` finds such a key when an artifact is written.
 
-manifest.json ends with the SHA-256 of all before it, which distinguishes damage from another version of the format.
+manifest.json ends with the SHA-256 of everything before it. It distinguishes damage from another version of the format.
 """
 
 import hashlib
@@ -27,27 +27,27 @@ from mlc_amd.runtime.gpus import Unit
 from mlc_amd.runtime.sampling.settings import SamplingChanges
 
 FORMAT_VERSION = 18
-LINES = 4  # levels of the manifest whose values have a line each
+LINES = 4  # nesting levels of the manifest that get a line for each value
 MANIFEST = "manifest.json"
 ADVICE = "compile the model again"
-RANK = "@"  # in a tensor's name, before the number of the GPU whose part it is: all but the first one's
+RANK = "@"  # in the name of a tensor's part, before the rank of its GPU; parts of rank 0 have the tensor's name
 FOLLOW, CHAIN = "follow_", "chain_"  # prefixes of functions that guess tokens: after a step, and after a guess
-BLOCK = f"{CHAIN}block"  # the function for a draft's block
-IMAGE, PIECE = "image_", "+"  # of an image encoder's functions: before the patches; before the number of a piece
+BLOCK = f"{CHAIN}block"  # the function for a block of guesses of a draft
+IMAGE, PIECE = "image_", "+"  # in names of an image encoder's functions: before the patches; before a piece's number
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
-# The limits only keep what is computed with these numbers within 64 bits; other parts determine the right values.
+# These limits only keep computations with the numbers within 64 bits. manifest_check.py compares the values.
 _Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 _Size = Annotated[int, Meta(ge=1, le=1 << 40)]
 _Figure = Annotated[float, Meta(ge=0, le=1e24)]
 _Name = Annotated[str, Meta(pattern=r"^[!-~]+\Z", max_length=300)]
-_FileName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]*\Z", max_length=200)]  # no folders
+_FileName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]*\Z", max_length=200)]  # no path separators
 _Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 _Rows = Annotated[int, Meta(ge=1, le=1 << 20)]
 _DType = Annotated[str, Meta(pattern=r"^(bool|u?int(8|16|32|64)|bfloat16|float(16|32|64))\Z")]
 _Shape = Annotated[list[_Size], Meta(max_length=8)]
 _Grid = Annotated[list[Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]], Meta(min_length=3, max_length=3)]
 _Block = Annotated[list[Annotated[int, Meta(ge=1, le=1024)]], Meta(min_length=3, max_length=3)]
-LaunchArgument = list[str | int | list[int]]  # manifest_check.py knows its forms
+LaunchArgument = list[str | int | list[int]]  # manifest_check.py checks its forms
 
 
 class Source(TypedDict):
@@ -74,7 +74,7 @@ class ManifestEncoder(TypedDict):
 
 
 class ManifestModel(TypedDict):
-    """compiler/models/config.py; the runtime uses some of it, `inspect` shows the rest."""
+    """The configuration of compiler/models/config.py. The runtime uses some of it, `inspect` shows the rest."""
 
     architecture: str
     name: str
@@ -129,9 +129,9 @@ class ManifestLaunch(TypedDict):
 
 
 class ManifestFunction(TypedDict):
-    """Only of parts of several GPUs (stages.py, ranks.py): receives, sends: bytes of the arena, first and end; .._at:
-    where each of them is in memory that several GPUs use; own: what this GPU itself sent, [first, where it belongs,
-    bytes] in the arena; rounds: of exchanges while kernels run, so many of so many words."""
+    """Only in parts of several GPUs (stages.py, ranks.py): receives, sends: ranges of the arena, [first, end]. .._at:
+    their offsets in the memory for exchanges. own: [first, destination, bytes] in the arena of what this GPU sent.
+    rounds: [count, words] of consecutive exchanges while kernels run."""
 
     receives: NotRequired[list[list[int]]]
     sends: NotRequired[list[list[int]]]
@@ -157,7 +157,7 @@ class KvTensor(Buffer):
 
 
 class ManifestParam(Buffer):
-    """The optional keys are for runtime/measure/inputs.py."""
+    """draw, vocab, share, experts and columns are for runtime/measure/inputs.py."""
 
     name: str
     role: Literal["state", "rows", "pages", "cells", "input", "weight", "cache", "states", "output", "work", "zero"]
@@ -196,7 +196,8 @@ class ManifestKernel(TypedDict):
 
 
 class DeviceLaunch(TypedDict):
-    """One launch of a call of a kernel; the last two are Vulkan's. units: those that multiply in its code."""
+    """One launch of a call of a kernel. units: those that multiply in its code. code, writes, table: only for
+    Vulkan."""
 
     symbol: _Name
     grid: _Grid
@@ -209,8 +210,8 @@ class DeviceLaunch(TypedDict):
 
 
 class ManifestExchange(TypedDict):
-    """relay: file of machine code, unless GPUs write to each other's memory; capacity: words of a slot
-    (runtime/exchange_layout.py); words: that a GPU sends, by kernel."""
+    """See runtime/exchange_layout.py. relay: file with machine code; missing if GPUs write to each other's memory.
+    capacity: words in a slot. words: the words that a GPU sends in a round, by kernel."""
 
     relay: NotRequired[_FileName]
     capacity: _Size
@@ -232,7 +233,8 @@ class FormatTotals(TypedDict):
 
 
 class FileFacts(TypedDict):
-    """header: of safetensors; compared whenever an artifact is opened, the weights' own checksum only on request."""
+    """header: checksum of a safetensors header. Opening an artifact always checks it; all of the weights only on
+    request."""
 
     bytes: _Count
     sha256: _Digest
@@ -240,11 +242,10 @@ class FileFacts(TypedDict):
 
 
 class Vision(TypedDict):
-    """The image encoder; runtime/images/layout.py has what the keys from `patch` on mean. file: its path; metadata: the
-    keys `clip.*` of that file, but for long lists. columns: of a row of features, the decoder's width and as much again
-    for each of its first `deepstack` layers. attention: whether rows of an image see one another ("image") or only
-    those before ("causal"); positions: whether they have positions in two dimensions ("grid") or one ("sequence").
-    buckets: patches by function. io: columns of the buffers of PATCHES and of the result."""
+    """The image encoder. runtime/images/layout.py explains the keys from `patch` on. file: its path. metadata: its keys
+    `clip.*` without long lists. columns: of a row of features: the decoder's width times (1 + deepstack). attention: of
+    an image's rows: to all of them ("image") or to earlier rows ("causal"). positions: their RoPE positions have two
+    dimensions ("grid") or one ("sequence"). buckets: function to patches. io: columns of PATCHES and of the result."""
 
     projector: str
     file: str
@@ -267,8 +268,7 @@ class Vision(TypedDict):
 
 
 class ManifestImages(TypedDict):
-    """What a decoder takes of images. columns: of a row of features; features: their dtype; attention: "image" where
-    the rows of an image see one another; positions: of these for RoPE, those of a grid or of the sequence."""
+    """For decoders: columns: of a row of features. features: their dtype. attention, positions: see `Vision`."""
 
     columns: _Size
     features: Literal["float32", "float16"]
@@ -277,7 +277,7 @@ class ManifestImages(TypedDict):
 
 
 class ManifestBody(TypedDict):
-    """All that the compiler knows; `write_manifest` adds the rest."""
+    """Everything that the compiler knows. `write_manifest` adds the rest."""
 
     name: str
     source: Source
@@ -308,7 +308,7 @@ class ManifestBody(TypedDict):
 
 
 class Manifest(ManifestBody):
-    """inline: of a part of several GPUs' (ranks.py): kernels exchange parts while they run."""
+    """inline: whether kernels exchange parts while they run. Only in the part of one of several GPUs (ranks.py)."""
 
     inline: NotRequired[bool]
     format: int
@@ -316,12 +316,12 @@ class Manifest(ManifestBody):
 
 
 def boxes_of(manifest: Manifest) -> tuple[str, ...]:
-    """What kernels take that exchange parts while they run, besides the parameters of others."""
+    """The parameters that exchanging kernels have in addition to the parameters of the kernels that they replace."""
     return boxes(manifest["gpus"], peers="relay" not in manifest.get("exchange", ()))
 
 
 def is_draft(name: str) -> bool:
-    """Whether a function guesses tokens instead of computing them."""
+    """Whether a function guesses tokens instead of computing logits of the model."""
     return name.startswith((FOLLOW, CHAIN))
 
 
@@ -331,7 +331,7 @@ def is_encoder(name: str) -> bool:
 
 
 def decoders(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The functions of a manifest that compute logits."""
+    """The functions of a manifest that do not encode images."""
     return {name: function for name, function in manifest["functions"].items() if not is_encoder(name)}
 
 
@@ -342,7 +342,7 @@ def text(manifest: ManifestBody, files: Mapping[str, FileFacts]) -> str:
 
 
 def _lines(value: Any, levels: int) -> str:
-    """JSON with a line for each value down to so many levels: to be read by people, and written in no time."""
+    """JSON with a line for each value in the first `levels` levels: readable, and fast to write."""
     if not levels or not value or not isinstance(value, dict | list | tuple):
         return json.dumps(value)
     if not isinstance(value, dict):
@@ -351,7 +351,7 @@ def _lines(value: Any, levels: int) -> str:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of an artifact. UserError for one that is damaged, or of another version of the format."""
+    """The manifest of an artifact. Raises UserError for one that is damaged, or has another version of the format."""
     path = folder / MANIFEST
     data = json_files.read_bytes(path)
     seal = _SEAL.search(data[-100:])
@@ -368,7 +368,7 @@ def read(folder: Path) -> Manifest:
 
 
 def check_described(folder: Path) -> None:
-    """ValueError for a manifest with a key or value that the types lack: reading it would lose that."""
+    """Raises ValueError for a manifest with a key or value that these types lack: reading would drop it."""
     written, known = json.loads((folder / MANIFEST).read_bytes()), dict(read(folder))
     lost = _lost({key: value for key, value in written.items() if key != "sha256"}, known, "")
     if lost:
@@ -376,7 +376,7 @@ def check_described(folder: Path) -> None:
 
 
 def _lost(written: Any, known: Any, place: str) -> str:
-    """The first key where the two differ; "" if there is none."""
+    """The place of the first difference; "" if there is none."""
     if written == known:
         return ""
     if isinstance(written, dict) and isinstance(known, dict):
@@ -393,7 +393,7 @@ class _Format(TypedDict):
 
 
 def _version(data: bytes) -> int | None:
-    """None if it cannot be read."""
+    """The format's version; None if it cannot be read."""
     try:
         return msgspec.json.decode(data, type=_Format)["format"]
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):

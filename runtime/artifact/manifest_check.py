@@ -1,7 +1,7 @@
-"""Checks that the parts of a manifest are consistent, with one another and with the weights: names that must exist, and
-the type and size of every argument of every launch against what its kernel declares.
+"""Checks that the parts of a manifest are consistent with one another and with the weights: every name exists, and
+every argument of every launch has the dtype and size that its kernel declares.
 
-A manifest that passes cannot make kernels read or write outside of their buffers, as long as the kernels do what they
+With a manifest that passes, kernels cannot read or write outside of their buffers, provided that they do what they
 declare (interface.py).
 """
 
@@ -33,9 +33,9 @@ from mlc_amd.runtime.exchange_layout import PROBE, joint_params, kernels_in
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _Tensor = tuple[str, tuple[int, ...]]  # dtype, shape
 _STORED = {name: dtype for dtype, name in DTYPES.items()}
-_ELEMENTS = (1 << 31) - 1  # of a cached tensor: kernels compute places in it with int32
-VECTOR = 16  # numbers that vectors are padded to (dist/README.md)
-# Kinds of arguments for each role, and their names; None: any.
+_ELEMENTS = (1 << 31) - 1  # largest number of elements of a cached tensor: kernels compute indices in it with int32
+VECTOR = 16  # vectors are padded to a multiple of so many elements (dist/README.md)
+# For each role of a parameter: the kinds of arguments that are allowed, and their names; None: any name.
 _PLACES: dict[str, dict[str, tuple[str, ...] | None]] = {
     "state": {"io": ("state", "answers")},
     "rows": {"io": ("rows",)},
@@ -49,7 +49,7 @@ _PLACES: dict[str, dict[str, tuple[str, ...] | None]] = {
     "work": {"arena": None, "kv": None},
     "zero": {"kv": None},
 }
-_PAGED = ("cache", "states")  # roles of what has pages or cells
+_PAGED = ("cache", "states")  # roles of tensors that consist of pages or cells
 # Kernels that a device launches itself, and the number of their buffers (devices/vulkan).
 _OWN = {"copy": 2, "fragment_probe": 4, PROBE: 5}
 _GPUS = ("rocm", "vulkan")
@@ -58,11 +58,12 @@ _TARGET_KEYS = {"cpu": ("mcpu", "flags"), "rocm": _GPU_KEYS, "vulkan": (*_GPU_KE
 
 
 class ManifestFault(Exception):
-    """An inconsistency of a manifest, with its key."""
+    """An inconsistency of a manifest. The message names its key."""
 
 
 def check(manifest: Manifest, tensors: Mapping[str, Mapping]) -> None:
-    """tensors: as in a safetensors file's header, all of the weights'."""
+    """Raises ManifestFault for the first inconsistency. tensors: the header of the weights, as in a safetensors
+    file."""
     _check_files(manifest)
     _check_functions(manifest)
     _check_io(manifest)
@@ -122,7 +123,8 @@ def _check_functions(manifest: Manifest) -> None:
         _require(good, f"functions[{shorten(name)}]", f"{rows} rows, {single} single ones and {logits} rows of logits")
         used = {str(arg[-1]) for launch in function["launches"] for arg in launch["args"] if arg[:1] == ["io"]}
         result = ENCODED if is_encoder(name) else "logits"
-        lacks = name in unfinished or (is_draft(name) and not function["samples"])  # which writes keys only
+        # then it only writes keys to the cache
+        lacks = name in unfinished or (is_draft(name) and not function["samples"])
         _require(result in used or lacks, f"functions[{shorten(name)}].launches", f"none computes {result}")
         _require(("sampled" in used) == function["samples"], f"functions[{shorten(name)}].samples", "not what it does")
     if manifest["model"]["encoder"]:
@@ -174,7 +176,7 @@ def _check_io(manifest: Manifest) -> None:
 def _check_kv(manifest: Manifest) -> None:
     names = [entry["name"] for entry in manifest["kv"]]
     _require(len(set(names)) == len(names), "kv", "two tensors have the same name")
-    counts: dict[int, int] = {}  # pages or cells by span: tensors of one span share their numbers
+    counts: dict[int, int] = {}  # pages or cells by span: tensors of one span have the same number
     for i, entry in enumerate(manifest["kv"]):
         _require(prod(entry["shape"]) <= _ELEMENTS, f"kv[{i}].shape", "too large")
         paged, most = entry.get("span", STATE) != STATE, manifest["context"] // PAGE
@@ -198,7 +200,7 @@ def _check_weights(manifest: Manifest, stored: Mapping[str, _Tensor]) -> None:
 def _check_launched(
     manifest: Manifest, arch: str, launched: Mapping[str, DeviceLaunches], kernels: Mapping[str, ManifestKernel]
 ) -> None:
-    """The launches of one arch: what they refer to, and the place of their code."""
+    """Checks the launches of one arch: what they refer to, and the place of their code."""
     needs = manifest["target"].get("needs", {}).get(arch)
     file = manifest["libraries"][arch]
     size = manifest["files"][file]["bytes"]
@@ -238,7 +240,8 @@ def _check_launched(
 
 
 class _Declared:
-    """params: name, role, tensor, bytes; tables, caches: indices of page tables, and of the caches these are for."""
+    """What a kernel declares. params: (name, role, tensor, bytes) of each parameter. tables: indices of the parameters
+    that are page tables. caches: indices of the caches that these tables are for."""
 
     def __init__(self, kernel: ManifestKernel):
         tensors = [_tensor(param) for param in kernel["params"]]
@@ -249,7 +252,7 @@ class _Declared:
 
 
 class _Arguments:
-    """Compares arguments of launches with what their kernels declare."""
+    """Compares the arguments of launches with what their kernels declare."""
 
     def __init__(self, manifest: Manifest, stored: Mapping[str, _Tensor], kernels: Mapping[str, ManifestKernel]):
         self._held: dict[str, Mapping[str, _Tensor]] = {
@@ -262,7 +265,7 @@ class _Arguments:
         self._declared = {name: _Declared(kernel) for name, kernel in kernels.items()}
 
     def fault(self, launch: ManifestLaunch, function: ManifestFunction) -> str:
-        """The error of a launch; "" if there is none."""
+        """The fault of a launch; "" if there is none."""
         declared = self._declared.get(launch["kernel"])
         if declared is None:
             return "there is no such kernel"
@@ -272,7 +275,7 @@ class _Arguments:
         for number, (arg, (name, role, tensor, size)) in enumerate(zip(args, params, strict=True)):
             if why := self._argument_fault(arg, function, role, tensor, size):
                 return f"argument {number} ({name[:60]!r}): {why}"
-        if declared.tables or declared.caches:  # caches are read by the table of their own span
+        if declared.tables or declared.caches:  # a cache must be read through the table of its own span
             needed = {page_table(self._spans[str(args[i][1])]) for i in declared.caches}
             if wrong := needed ^ {str(args[i][1]) for i in declared.tables}:
                 return f"{min(wrong)!r} is not the table of all its caches"
@@ -299,7 +302,8 @@ class _Arguments:
         elif kind == "kv" and (role in _PAGED) != (name in self._spans):
             return f"{kind} {name[:60]!r} {'has' if name in self._spans else 'lacks'} a span, its role is {role}"
         elif role in _PAGED or (name.startswith((HIDDEN, DRAFTED)) and found[1] > declared[1]):
-            # any number of pages or cells, as tables contain those in use; of rows the first ones
+            # Only the shape of one page, cell or row must agree. The number of pages or cells may differ, as tables
+            # contain only those in use; of kept rows a function uses the first ones.
             found, declared = _cell(found), _cell(declared)
         return "" if found == declared else f"{kind} {name[:60]!r} is {_text(found)}, it takes {_text(declared)}"
 

@@ -1,16 +1,16 @@
-"""The entry of manifest.json that says what a draft is, which was compiled with the model."""
+"""The entry of manifest.json for a draft that was compiled together with the model."""
 
 from typing import Annotated, TypedDict
 
 from msgspec import Meta
 
-MOST_BLOCK = 64  # tokens that a draft guesses at once, with the known one
+MOST_BLOCK = 64  # largest block of a draft: the known token and the tokens guessed at once
 _Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 _Size = Annotated[int, Meta(ge=1, le=1 << 40)]
 
 
 class ManifestDraft(TypedDict):
-    """compiler/models/drafts/config.py."""
+    """The configuration of compiler/models/drafts/config.py."""
 
     architecture: str
     file: str

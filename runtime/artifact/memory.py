@@ -1,7 +1,7 @@
-"""The memory that a model needs, by part, and what fits a GPU. No device is opened.
+"""Computes the memory that a model needs, by part, and what fits a GPU. No device is opened.
 
-Experts may stay in host memory, as with llama.cpp's --n-cpu-moe: a token uses a few of them, so they are most of a
-model's bytes but few of those that a step reads.
+Experts may stay in host memory, as with llama.cpp's --n-cpu-moe. They are most of a model's bytes, but a step reads
+only a few of them.
 """
 
 import re
@@ -13,8 +13,8 @@ from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.errors import UserError
 
-CONTEXT_STEP = 64  # tokens: capacities that are proposed are multiples, as all are that are compiled
-RING = 4  # copies of the scratch memory that the vulkan device has: independent kernels may overlap
+CONTEXT_STEP = 64  # tokens: proposed capacities are multiples of this, like all capacities that are compiled
+RING = 4  # copies of the scratch memory in the vulkan device, so that independent kernels may overlap
 EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(?:gate|up|gate_up|down)_exps\.weight\b")
 
 
@@ -23,50 +23,52 @@ class Needs:
     """Bytes by part."""
 
     weights: int  # packed weights, experts included
-    experts: tuple[int, ...]  # of these, the experts' matrices of each layer; 0 where it has none
-    kv: int  # KV cache, at a capacity of `context` tokens, and states of sequences
-    token: int  # of one more token of capacity: cache and tables by position
+    experts: tuple[int, ...]  # part of `weights`: the experts' matrices of each layer; 0 for a layer without experts
+    kv: int  # KV cache at a capacity of `context` tokens, and states of sequences
+    token: int  # for one more token of capacity: cache and tables by position
     buffers: int  # intermediate tensors, scratch memory, logits
     context: int
     longest: int  # tokens of the model's own context
-    states: int = 0  # of kv, the states of recurrent layers
+    states: int = 0  # part of `kv`: the states of recurrent layers
     cells: int = 0  # number of these states
-    copies: int = 0  # of buffers between host and kernels that a GPU's host keeps for itself
+    copies: int = 0  # host memory for the GPU host's own copies of the io buffers
 
     def in_host_memory(self) -> "Needs":
-        """The same on a device that works in the host's memory: the host's copies count, and experts have no other
-        place."""
+        """The needs on a device that uses the host's memory: the host's copies count, and experts cannot be kept
+        elsewhere."""
         return replace(self, buffers=self.buffers + self.copies, experts=(), copies=0)
 
     def host(self, layers: int) -> int:
-        """Bytes of host memory when the experts of the first `layers` layers stay there."""
+        """Bytes of host memory if the experts of the first `layers` layers stay there."""
         return sum(self.experts[:layers])
 
     def device(self, layers: int = 0) -> int:
-        """Bytes of device memory then."""
+        """Bytes of device memory if the experts of the first `layers` layers stay in host memory."""
         return self.weights + self.kv + self.buffers - self.host(layers)
 
     def tokens(self, room: int, layers: int = 0) -> int:
-        """The largest capacity with which everything fits `room` bytes, at most `longest`; 0: none. Windowed layers
-        keep at most their window: the result is too small where the capacity is larger than that."""
+        """The largest capacity, in tokens, with which everything fits `room` bytes; at most `longest`, 0 if none fits.
+        Windowed layers never keep more than their window, so the result is too small if the capacity exceeds the
+        window."""
         if self.token == 0:
             return self.longest if self.device(layers) <= room else 0
         most = self.context + (room - self.device(layers)) // self.token
         return max(min(most, self.longest) // CONTEXT_STEP * CONTEXT_STEP, 0)
 
     def layers_on_host(self, room: int) -> int | None:
-        """The least number of first layers whose experts must stay in host memory for `room`; None: no number."""
+        """The least number of first layers whose experts must stay in host memory to fit `room` bytes; None if none is
+        enough."""
         return next((n for n in range(len(self.experts) + 1) if self.device(n) <= room), None)
 
     def gpus(self, room: int) -> int | None:
-        """The least number of GPUs with so much room each that hold the model, divided by layers; None: more than the
-        layers allow. Layers count as equal."""
+        """The least number of GPUs with `room` bytes each that hold the model, divided by layers; None if even a GPU
+        for each layer is not enough. All layers count as equally large."""
         each = (self.weights + self.kv) / max(len(self.experts), 1)
-        whole = (room - self.buffers) // each  # layers that one holds
+        whole = (room - self.buffers) // each  # layers that one GPU holds
         return -(-len(self.experts) // int(whole)) if whole > 0 else None
 
     def advice(self, room: int, layers: int) -> list[str]:
-        """Flags, each of which makes a model fit `room` bytes."""
+        """Flags, each of which alone makes the model fit `room` bytes."""
         tokens, more = self.tokens(room, layers), self.layers_on_host(room)
         flags = [f"--ctx {tokens}"] if 0 < tokens < self.context else []
         return [*flags, f"--n-cpu-moe {more}"] if more is not None and more > layers else flags
@@ -74,7 +76,8 @@ class Needs:
 
 @dataclass(frozen=True)
 class Room:
-    """A device's memory. bytes: its size; usable: what a plan may use; shared: it is the host's."""
+    """A device's memory. bytes: its size. usable: bytes that a plan may use. shared: whether it is the host's
+    memory."""
 
     name: str
     bytes: int
@@ -83,7 +86,7 @@ class Room:
 
 
 def of_manifest(manifest: Manifest) -> Needs:
-    """What an artifact needs; of one that several GPUs share by tensor, each of them."""
+    """The needs of an artifact. If several GPUs share it by tensor: the needs of each GPU."""
     experts = [0] * len(manifest["model"]["layers"])
     for name, entry in manifest["tensors"].items():
         if (found := EXPERTS.match(name)) and RANK not in name:
@@ -92,7 +95,7 @@ def of_manifest(manifest: Manifest) -> Needs:
     kernels = [kernel for arch in manifest["launches"].values() for kernel in arch.values()]
     scratch = max((sum(kernel["scratch"]) for kernel in kernels), default=0)
     kind, io = manifest["target"]["kind"], sum(map(nbytes, manifest["io"].values()))
-    arenas = 2 if "part_bytes" in manifest and "inline" not in manifest else 1  # ranks.py makes the second one
+    arenas = 2 if "part_bytes" in manifest and "inline" not in manifest else 1  # ranks.py adds the second one
     return Needs(
         weights=manifest.get("part_bytes", manifest["weight_bytes"]),
         experts=tuple(experts),
@@ -113,7 +116,8 @@ def nbytes(entry: Mapping) -> int:
 
 
 def on_host(tensors: Iterable[str], layers: int) -> frozenset[str]:
-    """The experts' matrices of the first `layers` layers. UserError for a negative number, or without experts."""
+    """The names of the experts' matrices of the first `layers` layers. Raises UserError for a negative number, or if a
+    model has no experts."""
     if layers < 0:
         raise UserError(f"--n-cpu-moe is {layers}: it must not be negative")
     experts = {name: int(found[1]) for name in tensors if (found := EXPERTS.match(name))}
@@ -123,8 +127,8 @@ def on_host(tensors: Iterable[str], layers: int) -> frozenset[str]:
 
 
 def shortage(needs: Needs, free: int, gpu: str, layers: int = 0, sized: bool = False) -> str:
-    """The error message for a GPU whose free memory is too small: the memory needed, the memory free, and what would
-    fit. sized: the user chose the size of the KV cache."""
+    """The error message for a GPU with too little free memory: the memory needed, the memory free, and what would fit.
+    sized: whether the user chose the size of the KV cache."""
     flags = ["a smaller --kv-memory"] if sized else needs.advice(free, layers)
     change = " or ".join(flags) if flags else "a smaller quantization"
     return (
@@ -135,7 +139,7 @@ def shortage(needs: Needs, free: int, gpu: str, layers: int = 0, sized: bool = F
 
 
 def host_shortage(needs: Needs, layers: int) -> str:
-    """The error message when the experts of the first `layers` layers do not fit the host memory for GPUs."""
+    """The error message if the experts of the first `layers` layers do not fit the host memory that GPUs may use."""
     return (
         f"out of host memory: --n-cpu-moe {layers} needs {gib(needs.host(layers))} that the GPU can reach; Linux lets "
         "GPUs use half of the system's memory (kernel parameter ttm.pages_limit: pages of 4 KiB)"

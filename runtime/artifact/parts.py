@@ -1,4 +1,4 @@
-"""What a device takes of an artifact that several GPUs share (stages.py, ranks.py): its own manifest and weights."""
+"""The part of an artifact that one of several GPUs gets (stages.py, ranks.py): its manifest and its weights."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from mlc_amd.runtime.artifact.weight_block import WeightBlock
 
 
 class PartWeights(WeightBlock):
-    """Some tensors of a block. tensors: their names in the block by those that launches have."""
+    """Some tensors of a block. tensors: the name that launches use to the name in the block."""
 
     def __init__(self, block: WeightBlock, tensors: Mapping[str, str]):
         super().__init__({name: block.header[stored] for name, stored in tensors.items()})
@@ -21,7 +21,7 @@ class PartWeights(WeightBlock):
 
 
 class PartArtifact:
-    """A part of an artifact for one GPU. tensors: as of `PartWeights`."""
+    """The part of an artifact for one GPU. tensors: see `PartWeights`."""
 
     def __init__(self, artifact, manifest: Manifest, tensors: Mapping[str, str]):
         self.path, self.manifest = artifact.path, manifest

@@ -1,19 +1,19 @@
-"""Random weights for artifacts without weights: benchmarks need the right shapes and finite numbers, not a
-trained model.
+"""Random weights for artifacts without weights. Benchmarks need the right shapes and finite numbers, not a trained
+model.
 
-In: the manifest's `tensors`, {name: {"dtype", "shape", "draw"}}, and the file with the vectors (norms,
-biases). Out: `RandomWeights`, which devices use like the weights file. A draw is the distribution of a plane:
+In: the manifest's `tensors`, {name: {"dtype", "shape", "draw"}}, and the file with the vectors (norms, biases). Out:
+`RandomWeights`, which devices use like the weights file. A draw is the distribution of a plane:
 
     ["bits"]                      every bit at random
     ["integers", low, count]      low .. low + count - 1 evenly; count is a power of two
-    ["either", low, share]        low, or low + 1 in that share of the places
+    ["either", low, share]        low + 1 with probability `share`, otherwise low
     ["signs", factor]             factor * +-(0.75 .. 1.25)
     ["normal", deviation]         a normal distribution around 0
 
-Filling gigabytes must take no longer than copying them, so a few blocks are drawn once and repeated, each plane from an
-offset of its own. Blocks have a prime number of 64-byte lines, so that the repetitions in codes and in scales never
-coincide, nor with a matrix's rows. Only the "signs" of a tensor have the same offset: its minimums correspond to its
-scales, value by value.
+Filling gigabytes must not take longer than copying them. So one block of each draw is made, and each plane repeats it
+from its own offset. The number of 64-byte lines of a block is prime, so that the repetitions in codes and in scales
+never coincide, nor coincide with the rows of a matrix. Only the "signs" planes of one tensor have the same offset,
+because minimums must correspond to scales value by value.
 """
 
 import functools
@@ -28,11 +28,12 @@ import numpy as np
 from mlc_amd.runtime.artifact.weight_block import ALIGN, WeightBlock, header_entry
 from mlc_amd.runtime.errors import shorten
 
-BITS_LINES, VALUE_LINES = 1_048_573, 65_521  # primes: 64 MiB of random bits, 4 MiB of each other kind
+# primes; lines of a block of random bits (64 MiB), and of other blocks (4 MiB)
+BITS_LINES, VALUE_LINES = 1_048_573, 65_521
 
 
 class RandomWeights(WeightBlock):
-    """See the module's docstring; the interface is that of `WeightBlock`. The vectors come first in the block."""
+    """The weights. In the block, the vectors come first, then the matrices."""
 
     def __init__(self, vectors: WeightBlock, matrices: Mapping[str, Mapping]):
         header, position = dict(vectors.header), vectors.total
@@ -57,8 +58,8 @@ class RandomWeights(WeightBlock):
             self._fill(name, entry, first - begin, target[first - at : last - at])
 
     def _fill(self, name: str, entry: Mapping, begin: int, target: np.ndarray) -> None:
-        """The bytes of a matrix from `begin` on."""
-        with self._lock:  # not one block for each thread
+        """Fills `target` with the bytes of a matrix from `begin` on."""
+        with self._lock:  # so that threads do not make the same block several times
             pattern = self._drawn(entry["dtype"], *entry["draw"])
         place = name.split("/")[0] if entry["draw"][0] == "signs" else name
         source, done = (zlib.crc32(place.encode()) * ALIGN + begin) % pattern.nbytes, 0
@@ -68,7 +69,7 @@ class RandomWeights(WeightBlock):
             done, source = done + count, 0
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """The first call draws all of them."""
+        """A tensor, for devices that use this memory. The first call fills the whole block."""
         if self._filled is None:
             self._filled = mmap.mmap(-1, max(self.total, 1))
             self.read(0, np.frombuffer(self._filled, np.uint8))
@@ -76,8 +77,8 @@ class RandomWeights(WeightBlock):
 
 
 def draw(dtype: str, kind: str, *parameters: float) -> np.ndarray:
-    """uint8 [bytes], read-only: the block that a plane of that kind repeats."""
-    # kinds independent, factors of one kind together
+    """uint8 [bytes], read-only: the block that planes with this draw repeat."""
+    # The seed is the kind: kinds are independent, but draws of one kind that differ in the factor are proportional.
     rng = np.random.Generator(np.random.SFC64(zlib.crc32(kind.encode())))
     pattern = _DRAWS[kind](rng, np.dtype(dtype), *parameters).view(np.uint8)
     pattern.flags.writeable = False
@@ -103,17 +104,17 @@ def _signs(rng: np.random.Generator, dtype: np.dtype, factor: float) -> np.ndarr
 
 def _normal(rng: np.random.Generator, dtype: np.dtype, deviation: float) -> np.ndarray:
     values = rng.standard_normal(VALUE_LINES * ALIGN // dtype.itemsize, np.float32) * np.float32(deviation)
-    # bfloat16: a float32's upper half
+    # bfloat16 is the upper half of a float32
     return (values.view(np.uint32) >> 16 if dtype == np.uint16 else values).astype(dtype)
 
 
 _DRAWS = {"bits": _bits, "integers": _integers, "either": _either, "signs": _signs, "normal": _normal}
 _PARAMETERS = {"bits": 0, "integers": 2, "either": 2, "signs": 1, "normal": 1}
-_LARGEST = 1 << 16  # of a draw's parameters: what float16 holds
+_LARGEST = 1 << 16  # largest parameter of a draw: float16 must hold it
 
 
 def draw_fault(dtype: str, draw: Sequence) -> str:
-    """The error of an untrusted draw for tensors of that type; "" if there is none."""
+    """The error of an untrusted draw for tensors of that dtype; "" if there is none."""
     kind, *parameters = draw
     if kind not in _DRAWS or len(parameters) != _PARAMETERS[kind]:
         return f"{shorten(draw)} is none of {', '.join(_DRAWS)} with its parameters"

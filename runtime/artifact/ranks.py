@@ -1,13 +1,14 @@
-"""The parts of an artifact that was compiled for several GPUs by tensor (compiler/models/shards.py): one for each, with
-its own weights and the same launches.
+"""The parts of an artifact that was compiled for several GPUs by tensor (compiler/models/shards.py). Each GPU (rank)
+gets a part with its own weights and the same launches.
 
-In: an artifact. Out: for each GPU a `PartArtifact`, whose manifest has each function cut into segments before the
-launches that need what other GPUs computed: "decode", "decode.1" and so on. What a segment "sends", of all GPUs in
-their order, the next one "receives": bytes of the arena, as of the stages of stages.py. Where kernels exchange parts
-while they run, they are launched instead, perhaps together with the launch before, and nothing is cut.
+In: an artifact. Out: a `PartArtifact` for each rank. Its manifest has each function cut into segments ("decode",
+"decode.1" and so on): a new segment begins before each launch that needs results of other GPUs. The next segment
+"receives" what a segment of all ranks, in their order, "sends": bytes of the arena, as in stages.py. If kernels
+exchange parts while they run, an exchanging kernel replaces such a launch, perhaps together with the launch before it,
+and nothing is cut.
 
-A function of a chunk that was cut is there twice: "prefill_512@" has inputs and an arena of its own, so that one chunk
-may compute while rows of another one cross (runtime/devices/tensor.py).
+A chunk's function that was cut exists twice: "prefill_512@" has its own inputs and arena, so that one chunk may be
+computed while rows of another are copied between GPUs (runtime/devices/tensor.py).
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,20 +30,21 @@ from mlc_amd.runtime.artifact.parts import PartArtifact
 from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.exchange_layout import EXCHANGING, joint_name, joint_params, kernels_in
 
-EXCHANGES = ("all_reduce", "all_gather")  # operators that take what all GPUs computed
-SENT, RECEIVED = "X", "P"  # parameters of these: what the GPU computed, and the parts of all
+EXCHANGES = ("all_reduce", "all_gather")  # operators that take results of all GPUs
+SENT, RECEIVED = "X", "P"  # parameters of these operators: the result of this GPU, and the results of all
 
 
 def rank_artifact(artifact, rank: int, inline: bool = False) -> PartArtifact:
-    """The part of one GPU. inline: whether kernels exchange parts while they run, where there are such."""
+    """The part of one rank. inline: whether kernels exchange parts while they run, where there are exchanging
+    kernels."""
     sizes = {name: size for name, (_, size) in artifact.weights.places.items()}
     tensors = _tensors(sizes, rank)
     return PartArtifact(artifact, _part(_Cutter(artifact.manifest, rank, inline), tensors, sizes), tensors)
 
 
 def segments(functions: Collection[str], name: str, mark: str = ".") -> list[str]:
-    """The names of a function's segments among the functions of a part. mark: before their numbers; PIECE for what a
-    function that encodes images was cut into, of any artifact."""
+    """The names of a function's segments among `functions`. mark: what comes before their numbers. PIECE: the pieces of
+    a function that encodes images, in any artifact."""
     found = [name]
     while (following := f"{name}{mark}{len(found)}") in functions:
         found.append(following)
@@ -50,7 +52,7 @@ def segments(functions: Collection[str], name: str, mark: str = ".") -> list[str
 
 
 def _tensors(names: Collection[str], rank: int) -> dict[str, str]:
-    """The file's name of each tensor that launches name: the part of that rank, if there is one."""
+    """The name in the file for each tensor name in launches: the rank's own part if there is one."""
 
     def stored(name: str) -> str:
         tensor, slash, plane = name.partition("/")
@@ -91,7 +93,7 @@ def _part(cutter: "_Cutter", tensors: Mapping[str, str], sizes: Mapping[str, int
 
 
 def _beside(segment: ManifestFunction, arena: int) -> ManifestFunction:
-    """The segment with inputs of its own, and what is in the arena so many bytes further."""
+    """A copy of a segment with its own inputs. What it has in the arena is moved by `arena` bytes."""
 
     def moved(arg: LaunchArgument) -> LaunchArgument:
         kind, where, *rest = cast(tuple, tuple(arg))
@@ -117,14 +119,14 @@ def _is_exchange(kernel: ManifestKernel) -> bool:
 
 
 def _exchanging(name: str, kernels: Sequence[ManifestKernel]) -> ManifestKernel:
-    """The entry of a kernel that exchanges parts while it runs, instead of these: its workgroups stay together, as
-    those of kernels with memory that is zero before and after."""
+    """The entry of a kernel that exchanges parts while it runs, and replaces `kernels`. The added parameter has the
+    role "zero", because its workgroups must all run at the same time, like those of kernels with such memory."""
     box: ManifestParam = {"name": "Inbox", "role": "zero", "dtype": "int64", "shape": [1]}
     return {**kernels[0], "name": name, "params": [*joint_params([one["params"] for one in kernels]), box]}
 
 
 class _Cutter:
-    """inline: of `rank_artifact`."""
+    """Cuts the functions of a manifest for one rank. inline: see `rank_artifact`."""
 
     def __init__(self, manifest: Manifest, rank: int, inline: bool):
         self.manifest, self.inline, self._rank = manifest, inline, rank
@@ -133,19 +135,20 @@ class _Cutter:
         self._exchanges = {name for name, kernel in self._kernels.items() if _is_exchange(kernel)}
 
     def uses(self, kernel: str) -> bool:
-        """Whether launches of a part may have that kernel: of two for an exchange one."""
+        """Whether launches of the part may use that kernel. An exchanging kernel and the kernel that it replaces
+        exclude each other."""
         if kernel.startswith(EXCHANGING):
             return kernel in self._words
         return EXCHANGING + kernel not in self._words
 
     def exchanging(self) -> Iterator[ManifestKernel]:
-        """The entries of kernels that exchange parts while they run."""
+        """The entries of the kernels that exchange parts while they run."""
         for name in self._words:
             if all(one in self._kernels for one in kernels_in(name)):
                 yield _exchanging(name, [self._kernels[one] for one in kernels_in(name)])
 
     def _joined(self, launches: Sequence[ManifestLaunch]) -> Iterator[ManifestLaunch]:
-        """The launches, of which some become one with the next."""
+        """The launches, where two launches that a joint kernel replaces have become one."""
         left = [*launches]
         while left:
             launch = left.pop(0)

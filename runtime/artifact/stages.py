@@ -1,9 +1,9 @@
-"""Divides an artifact between GPUs by layers: each stage has consecutive layers, the first one also what comes before
-them, the last one what comes after them; with their weights and their part of the cache.
+"""Divides an artifact between GPUs by layers. Each stage has consecutive layers, their weights and their part of the
+cache. The first stage also has what comes before the layers, the last one what comes after them.
 
-In: a manifest. Out: `Stage` for each GPU, whose manifest is that of an artifact with fewer launches. All stages lay out
-the arena alike, so a step continues in the next stage once the bytes that the launches there still read have been
-copied from one arena to the other: the function's "sends" of one stage, "receives" of the next one.
+In: a manifest. Out: a `Stage` for each GPU, whose manifest is that of an artifact with fewer launches. All stages have
+the same layout of the arena. A step continues in the next stage after the bytes that its launches still read have been
+copied from one arena to the other. These bytes are "sends" of the function in one stage and "receives" in the next one.
 """
 
 import re
@@ -18,7 +18,7 @@ from mlc_amd.runtime.artifact.parts import PartArtifact
 from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.errors import UserError
 
-BEFORE = -1  # the layer of launches that come before the first one
+BEFORE = -1  # the number that launches before the first layer have as their layer
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _READ = ("input",)  # roles of parameters through which kernels read the arena
 _WRITTEN = ("output", "work", "zero")
@@ -29,20 +29,20 @@ Bytes = tuple[int, int]  # first, end
 
 @dataclass(frozen=True)
 class Stage:
-    """manifest: of the part; weights: the names of its tensors; layers: how many it has."""
+    """manifest: of the part. weights: the names of its tensors. layers: the number of its layers."""
 
     manifest: Manifest
     weights: frozenset[str]
     layers: int
 
     def of(self, artifact) -> PartArtifact:
-        """What a device takes of the artifact that was divided."""
+        """The part of `artifact`, which was divided, for the stage's device."""
         return PartArtifact(artifact, self.manifest, {name: name for name in self.weights})
 
 
 def layer_bytes(manifest: Manifest, sizes: Mapping[str, int]) -> list[int]:
-    """Bytes of weights and cache that a step reads for each layer; what comes after the last one counts as its own.
-    sizes: of the tensors of weights."""
+    """Bytes of weights and cache that a step reads, for each layer. What comes after the last layer counts as part of
+    it. sizes: bytes of the weights' tensors."""
     kept = {entry["name"]: nbytes(entry) for entry in manifest["kv"]}
     found, seen = [0] * _count(manifest), set()
     for function in _steps(manifest):
@@ -55,14 +55,14 @@ def layer_bytes(manifest: Manifest, sizes: Mapping[str, int]) -> list[int]:
 
 
 def divide(manifest: Manifest, sizes: Mapping[str, int], shares: Sequence[float]) -> list[int]:
-    """The first layer of each stage but the first, so that the stages' bytes are nearest to `shares` of all. UserError
-    if the model has too few layers."""
+    """The first layer of each stage except the first stage, chosen so that the bytes of the stages are closest to
+    `shares`. Raises UserError if the model has too few layers."""
     ends = [0, *accumulate(layer_bytes(manifest, sizes))]
     if manifest["model"]["draft"]:
         raise UserError("a model that is compiled with a draft runs on one GPU: leave --devices or the draft out")
     allowed, found = _borders(manifest), []
     for i, wanted in enumerate(accumulate(shares[:-1])):
-        left = len(shares) - 2 - i  # further borders
+        left = len(shares) - 2 - i  # borders still to be found after this one
         rest = [border for border in allowed if border > (found[-1] if found else 0)]
         if len(rest) <= left:
             raise UserError(
@@ -74,12 +74,12 @@ def divide(manifest: Manifest, sizes: Mapping[str, int], shares: Sequence[float]
 
 
 def most_stages(manifest: Manifest) -> int:
-    """The number of GPUs that a model can be divided between, at most."""
+    """The largest number of GPUs that a model can be divided between."""
     return len(_borders(manifest)) + 1
 
 
 def stages(manifest: Manifest, borders: Sequence[int], sizes: Mapping[str, int]) -> list[Stage]:
-    """borders, sizes: see `divide`."""
+    """The stages. borders: the result of `divide`. sizes: see `divide`."""
     launched = {name: _by_stage(name, function, borders) for name, function in manifest["functions"].items()}
     roles = _roles(manifest)
     crossing = {
@@ -133,28 +133,28 @@ def _stage(
 
 
 def _called(manifest: Manifest) -> set[str]:
-    """The kernels that functions call; others are the device's own."""
+    """The kernels that functions call. The device launches the other kernels itself."""
     return {launch["kernel"] for function in manifest["functions"].values() for launch in function["launches"]}
 
 
 def _steps(manifest: Manifest) -> list[ManifestFunction]:
-    """The functions that have all layers."""
+    """The functions that compute all layers."""
     return [function for name, function in manifest["functions"].items() if not is_draft(name)]
 
 
 def _roles(manifest: Manifest) -> dict[str, list[str]]:
-    """Of each kernel's parameters."""
+    """The roles of each kernel's parameters."""
     return {entry["name"]: [param["role"] for param in entry["params"]] for entry in manifest["kernels"]}
 
 
 def _count(manifest: Manifest) -> int:
-    """The number of layers, without those that guess tokens."""
+    """The number of layers, without layers that guess tokens."""
     return 1 + max(max(_layers(function)) for function in _steps(manifest))
 
 
 def _layers(function: ManifestFunction) -> list[int]:
-    """The layer of each launch: that of its matrices or, where it has none of a layer, of the launch before. A launch
-    may also have the norm of the next layer."""
+    """The layer of each launch: the smallest layer whose tensors it has, or that of the launch before. (A launch may
+    also have the norm of the next layer, so the smallest counts.)"""
     layer, found = BEFORE, []
     for launch in function["launches"]:
         named = [int(match[1]) for _, where, *_ in launch["args"] if (match := _LAYER.match(str(where)))]
@@ -164,14 +164,14 @@ def _layers(function: ManifestFunction) -> list[int]:
 
 
 def _by_stage(name: str, function: ManifestFunction, borders: Sequence[int]) -> list[int]:
-    """The stage of each launch. Functions that guess tokens continue after the last layer."""
+    """The stage of each launch. Functions that guess tokens are in the last stage."""
     if is_draft(name):
         return [len(borders)] * len(function["launches"])
     return [sum(border <= layer for border in borders) for layer in _layers(function)]
 
 
 def _borders(manifest: Manifest) -> list[int]:
-    """The layers that a stage may begin with: not between layers that share a cache."""
+    """The layers with which a stage may begin. Layers that share a cache must be in one stage."""
     roles, users = _roles(manifest), dict[str, set[int]]()
     for function in _steps(manifest):
         for launch, layer in zip(function["launches"], _layers(function), strict=True):
@@ -187,9 +187,9 @@ def _borders(manifest: Manifest) -> list[int]:
 def _crossing(
     launches: Sequence[ManifestLaunch], stage_of: Sequence[int], cuts: int, roles: Mapping[str, Sequence[str]]
 ) -> list[list[Bytes]]:
-    """For each border between stages the bytes of the arena that earlier stages write and later ones read."""
+    """For each border between stages: the ranges of the arena that earlier stages write and later stages read."""
     crossing: list[set[Bytes]] = [set() for _ in range(cuts)]
-    written: list[tuple[Bytes, int]] = []  # disjoint, with the stage of the last launch that wrote them
+    written: list[tuple[Bytes, int]] = []  # disjoint ranges, each with the stage of the last launch that wrote it
     for launch, stage in zip(launches, stage_of, strict=True):
         parts = [
             (_bytes(arg), role)
@@ -215,7 +215,7 @@ def _crossing(
 
 
 def _bytes(arg: LaunchArgument) -> Bytes:
-    """Of an argument in the arena."""
+    """The range of an argument in the arena."""
     _, first, dtype, shape = cast(tuple[str, int, str, list[int]], tuple(arg))
     return first, first + byte_count(dtype, shape)
 

@@ -1,4 +1,4 @@
-"""Weights as one block of bytes, from a file or drawn at random: the form in which devices take them."""
+"""Weights as one block of bytes, from a file or random. Devices take weights in this form."""
 
 import mmap
 from abc import ABC, abstractmethod
@@ -11,7 +11,7 @@ import numpy as np
 
 ALIGN = 64  # bytes: alignment for vector loads
 PAD = "__pad_"  # prefix of the names of tensors that only fill gaps
-# names in safetensors
+# numpy dtype to its name in safetensors
 DTYPES = {"uint8": "U8", "int8": "I8", "float16": "F16", "uint16": "U16", "float32": "F32"}
 DTYPES |= {"int32": "I32", "uint32": "U32"}
 NUMPY = {name: np.dtype(dtype) for dtype, name in DTYPES.items()}
@@ -23,7 +23,7 @@ def byte_count(dtype: str, shape: Sequence[int]) -> int:
 
 
 def header_entry(dtype: str, shape: Sequence[int], begin: int) -> dict[str, Any]:
-    """A tensor in the header of safetensors."""
+    """The entry of a tensor in a safetensors header."""
     return {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, begin + byte_count(dtype, shape)]}
 
 
@@ -42,8 +42,8 @@ class TensorSpec:
 
 class WeightBlock(ABC):
     """All weights as one block of bytes, which devices map or copy. header: as in safetensors, {name: {"dtype",
-    "shape", "data_offsets": [begin, end]}}, offsets into the block; every tensor begins at a multiple of 64 bytes.
-    total: bytes of the block."""
+    "shape", "data_offsets": [begin, end]}}, with offsets into the block. Every tensor begins at a multiple of 64
+    bytes. total: size of the block in bytes."""
 
     def __init__(self, header: dict[str, dict]):
         self.header = header
@@ -51,22 +51,22 @@ class WeightBlock(ABC):
 
     @property
     def places(self) -> dict[str, tuple[int, int]]:
-        """Tensor to (offset in the block, bytes)."""
+        """Tensor name to (offset in the block, bytes), without padding."""
         spans = {name: entry["data_offsets"] for name, entry in self.header.items() if not name.startswith(PAD)}
         return {name: (begin, end - begin) for name, (begin, end) in spans.items()}
 
     @abstractmethod
     def read(self, at: int, target: np.ndarray, keep: bool = True) -> None:
-        """Fills `target`, uint8, with the bytes of the block from `at` on; gaps between tensors may be left out. May be
-        called from several threads. keep: whether the system may keep what it reads of a file in memory. UserError if
-        that cannot be read."""
+        """Fills `target`, uint8, with the bytes of the block from offset `at` on. Bytes of gaps between tensors may be
+        left unchanged. Thread-safe. keep: whether the system may keep in memory what it reads from a file. Raises
+        UserError if a file cannot be read."""
 
     @abstractmethod
     def __getitem__(self, name: str) -> np.ndarray:
-        """A tensor, for devices that use this memory."""
+        """A tensor as an array in this memory, for devices that compute in host memory."""
 
     def _view(self, memory: mmap.mmap, start: int, name: str) -> np.ndarray:
-        """A tensor in memory that has the block at `start`."""
+        """A tensor as an array in `memory`, where the block begins at `start`."""
         entry = self.header[name]
         begin, end = entry["data_offsets"]
         raw = np.frombuffer(memory, np.uint8, end - begin, start + begin)
@@ -74,7 +74,7 @@ class WeightBlock(ABC):
 
 
 class JoinedBlocks(WeightBlock):
-    """Blocks one after the other."""
+    """Several blocks, one after the other."""
 
     def __init__(self, parts: Sequence[WeightBlock]):
         header, starts, end = {}, [], 0

@@ -22,8 +22,8 @@ ADVICE = "compile the model again"
 
 
 class WeightsWriter:
-    """A safetensors file written out of order: the layout is fixed first, then pieces are written in any order.
-    Safetensors allows no holes, so alignment gaps are tensors named `__pad_<n>`."""
+    """Writes a safetensors file. The layout is fixed first; then pieces are written in any order. Safetensors allows no
+    holes, so alignment gaps are tensors named `__pad_<n>`."""
 
     def __init__(self, path: Path, specs: Iterable[TensorSpec]):
         self.offsets, header, position = {}, {}, 0
@@ -39,12 +39,12 @@ class WeightsWriter:
         self.start, self.total = 8 + len(text), position
         self.file = open(path, "w+b")  # noqa: SIM115 (closed by close())
         self.file.write(struct.pack("<Q", len(text)) + text)
-        # Allocated now: a full disk is reported before minutes of work.
+        # Allocated now, so that a full disk is reported before minutes of work.
         if position:
             os.posix_fallocate(self.file.fileno(), self.start, position)
 
     def write(self, name: str, offset: int, data: np.ndarray) -> None:
-        """Writes `data` at `offset` bytes into tensor `name`; may be called from several threads."""
+        """Writes `data` at offset `offset`, in bytes, of tensor `name`. Thread-safe."""
         at = self.start + self.offsets[name] + offset
         os.pwrite(self.file.fileno(), np.ascontiguousarray(data).data.cast("B"), at)
 
@@ -53,9 +53,9 @@ class WeightsWriter:
 
 
 class Weights(WeightBlock):
-    """The weights file: name to numpy array of the mapped file, without copies, for devices that compute there; `read`
-    for those with memory of their own. Pages are private: the arrays are writable, the file is not changed. UserError
-    for a file that is damaged."""
+    """The weights file. Indexing returns a tensor as a numpy array in the mapped file, without a copy, for devices that
+    compute in host memory; `read` is for devices with their own memory. The mapping is private: arrays are writable,
+    but the file does not change. Raises UserError for a damaged file."""
 
     def __init__(self, path: Path):
         with json_files.open_file(path) as f:
@@ -80,7 +80,8 @@ class Weights(WeightBlock):
                 raise UserError(f"{self._path} was cut off after it was opened; {ADVICE}")
             done += count
         if not keep:
-            # From the file's beginning: pages at the borders of pieces stay while a neighbour is being read.
+            # From the file's beginning: otherwise pages at the borders of pieces would stay, if a neighbour was being
+            # read.
             os.posix_fadvise(self._file, 0, begin + done, os.POSIX_FADV_DONTNEED)
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -88,7 +89,7 @@ class Weights(WeightBlock):
 
 
 def header_digest(path: Path) -> str:
-    """SHA-256 of a file's header. UserError for an incomplete one."""
+    """SHA-256 of a file's header. Raises UserError if the header is incomplete."""
     with json_files.open_file(path) as file:
         return hashlib.sha256(_header(file, path)).hexdigest()
 
@@ -107,7 +108,8 @@ class _Entry(TypedDict):
 
 
 def _fault(header: Mapping[str, _Entry], nbytes: int) -> str:
-    """The error of a header for that many bytes of tensors, which must be contiguous and fill the file."""
+    """The error of a header for a file with `nbytes` bytes of tensors; "" if there is none. Tensors must be contiguous
+    and fill the file."""
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, stop = entry["data_offsets"]

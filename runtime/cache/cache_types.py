@@ -1,5 +1,5 @@
-"""The tensors that persist between steps, with as many pages as an engine wants: shapes and bytes. Those with a "span"
-in the manifest are caches, whose first dimension is the page."""
+"""Shapes and bytes of the tensors that persist between steps, for any number of pages. Tensors with a "span" in the
+manifest are caches: their first dimension is the page."""
 
 from collections.abc import Mapping
 from math import prod
@@ -10,7 +10,8 @@ KvTypes = dict[str, tuple[tuple[int, ...], str]]
 
 
 def kv_types(manifest: Mapping, pages: Mapping[int, int] | None = None) -> KvTypes:
-    """pages: their number, by span; None: as many as one sequence of full length takes."""
+    """The shape and dtype of each tensor. pages: number of pages by span; None: as many as one sequence of full length
+    needs."""
     found = {}
     for entry in manifest["kv"]:
         shape = tuple(entry["shape"])
@@ -25,6 +26,6 @@ def kv_bytes(types: KvTypes) -> int:
 
 
 def page_parts(manifest: Mapping, span: int) -> list[tuple[str, int]]:
-    """The caches of a span, in the manifest's order, and how many bytes a page has in each of them."""
+    """(name, bytes of a page) of each cache of a span, in the manifest's order."""
     entries = [entry for entry in manifest["kv"] if entry.get("span") == span]
     return [(entry["name"], prod(entry["shape"][1:]) * np.dtype(entry["dtype"]).itemsize) for entry in entries]

@@ -1,8 +1,8 @@
 """The paged KV cache on the host: pools of pages, the index of prefixes, slots and page tables.
 
-The layers of a model form groups by the span of keys that their rows see (0: all of them). The caches of a group's
-layers have the same pages. A slot is a row of the page tables: each sequence of a step has one. Layers that keep a
-state of fixed size for each sequence share cells in the same way: see `pages.STATE`.
+The layers of a model form groups by their span: the number of last keys that a row attends to (0: all keys). All caches
+of a group use the same page numbers. A slot is a row of the page tables; each sequence of a step has one. Layers that
+keep a state of fixed size for each sequence share cells in the same way: see `pages.STATE`.
 """
 
 from collections.abc import Iterable
@@ -18,15 +18,15 @@ from mlc_amd.runtime.cache.sequence import RELEASED, Sequence
 
 
 class KvUsage(NamedTuple):
-    """Pages that sequences hold, and all pages, of the fullest group."""
+    """The pages that sequences hold, and all pages, of the fullest group."""
 
     used: int
     pages: int
 
 
 class KvCache:
-    """Pools of `groups` ({span: number of pages}) for sequences of `context` tokens at most, `slots` in a step. images:
-    the manifest's, of a model that takes any."""
+    """The cache. groups: number of pages by span. context: the largest length of a sequence. slots: the largest number
+    of sequences of a step. images: the manifest's entry, None without images."""
 
     def __init__(
         self, groups: dict[int, int], context: int, slots: int = 64, images: ManifestImages | None = None
@@ -38,18 +38,18 @@ class KvCache:
         self.pools = {span: pool for span, pool in pools.items() if span != STATE}
         self.cells = pools.get(STATE)  # None for models without states
         self.index = PrefixIndex(pools)
-        # By span int32 [slots, ceil(context / PAGE)]: [slot, position // PAGE] is a page. Entries that no row reads
-        # hold any valid page. STATE: int32 [slots, CELL_COLUMNS]: the cell with the slot's state, and those for the
-        # states after each of the step's rows; the last row's is repeated.
+        # Each table is int32 [slots, ceil(context / PAGE)]: [slot, position // PAGE] is the page of a position. Entries
+        # that no row reads have any valid page. The table of STATE is int32 [slots, CELL_COLUMNS]: the cell with the
+        # slot's state, then the cells for the states after each of the step's rows; the last one is repeated.
         widths = {span: CELL_COLUMNS if span == STATE else -(-context // PAGE) for span in groups}
         self.page_tables = {span: np.zeros((slots, width), np.int32) for span, width in widths.items()}
         self._changed = set(groups)
         self._holders: list[Sequence | None] = [None] * slots
-        self._last_step = [0] * slots  # of each slot
+        self._last_step = [0] * slots  # by slot
         self._step = 0
 
     def sequence(self, tokens: Iterable[int] = ()) -> Sequence:
-        """A sequence without pages: see `Sequence.match`."""
+        """A new sequence that holds no pages. See `Sequence.match`."""
         return Sequence(self, tokens)
 
     def changed(self) -> set[int]:
@@ -58,7 +58,7 @@ class KvCache:
         return changed
 
     def mark_changed(self) -> None:
-        """All page tables count as changed."""
+        """Marks all page tables as changed."""
         self._changed = set(self.page_tables)
 
     @property
@@ -70,7 +70,7 @@ class KvCache:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that the cache can hold alone."""
+        """The number of tokens of the longest sequence that the cache can hold if there is no other."""
         return min([self.context, *(self._longest(span) for span in self.pools)])
 
     def _longest(self, span: int) -> int:
@@ -78,15 +78,17 @@ class KvCache:
         return self.context if span and pages >= seen_pages(span) else pages * PAGE
 
     def holds(self, count: int, tokens: int) -> bool:
-        """Whether an empty cache has pages, and cells, for so many sequences of so many tokens that decode together."""
+        """Whether an empty cache has pages and cells for `count` sequences of `tokens` tokens that decode at the same
+        time."""
         whole = -(-tokens // PAGE)
         needed = {span: min(whole, seen_pages(span) + 1) if span else whole for span in self.pools}
         fits = all(count * needed[span] <= pool.pages for span, pool in self.pools.items())
         return fits and (self.cells is None or count <= self.cells.pages)
 
     def has_room(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Whether the pools have pages for the tokens of `sequences` that have none yet (in windowed groups only as
-        many as are needed at a time), and one more for each sequence; and cells for those that have none."""
+        """Whether the pools have pages for those tokens of `sequences` that have none yet, and one further page for
+        each sequence; and a cell for each sequence that needs one. Of a windowed group, only as many pages are counted
+        as a sequence needs at a time."""
         if self.cells and self.cells.available < sum(sequence.stateless for sequence in sequences):
             return False
         more = [-(-len(sequence.tokens) // PAGE) for sequence in sequences]
@@ -100,7 +102,8 @@ class KvCache:
     # ---- slots
 
     def assign_slots(self, sequences: SequenceOf[Sequence]) -> None:
-        """Gives each sequence a slot, perhaps one of a sequence outside the step. ValueError if there are too few."""
+        """Assigns a slot to each sequence of a step; it may be taken from a sequence that is not in the step. Raises
+        ValueError if there are more sequences than slots."""
         if len(sequences) > self.slots:
             raise ValueError(f"a step of {len(sequences)} sequences has {self.slots} slots")
         self._step += 1
@@ -136,12 +139,12 @@ class KvCache:
                     self._changed.add(STATE)
 
     def release_slot(self, sequence: Sequence) -> None:
-        """The sequence takes part in no step any more."""
+        """Releases the slot of a sequence that is in no further step."""
         if sequence.slot is not None:
             self._holders[sequence.slot] = sequence.slot = None
 
     def write_table(self, sequence: Sequence, span: int, at: int) -> None:
-        """Writes the sequence's pages, from number `at` on, into the row of its slot."""
+        """Writes the sequence's pages, from number `at` on, to its row of the page table."""
         if pages := sequence.pages[span][at:]:
             row = self.page_tables[span][sequence.slot, at : at + len(pages)]
             row[:] = pages
@@ -150,5 +153,5 @@ class KvCache:
 
 
 def seen_pages(span: int) -> int:
-    """The least number of pages that a sequence of a windowed group needs to compute one more token."""
+    """The least number of pages of a windowed group that a sequence needs to compute one more token."""
     return -(-(span - 1) // PAGE) + 1

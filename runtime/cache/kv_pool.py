@@ -1,4 +1,5 @@
-"""The number of pages of the KV cache by span: for a number of tokens, of bytes, or for a device's free memory."""
+"""Computes the number of pages of the KV cache by span: from a number of tokens, a number of bytes, or a device's free
+memory."""
 
 import logging
 from collections.abc import Mapping
@@ -12,17 +13,18 @@ from mlc_amd.runtime.cache.pages import PAGE, STATE
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.quantities import BYTES, number
 
-ELEMENTS = (1 << 31) - 1  # of a tensor, at most: kernels compute places in it with int32
-MOST_CELLS = 128  # of states, more than a step has sequences: the others are snapshots
+ELEMENTS = (1 << 31) - 1  # largest number of elements of a tensor: kernels compute indices in it with int32
+# largest number of cells for states; more than a step has sequences: the other cells are for snapshots
+MOST_CELLS = 128
 
 log = logging.getLogger("mlc_amd")
 
 
 @dataclass(frozen=True)
 class KvSize:
-    """tokens: of all sequences together; sequences: of how many, 0: not known. memory: bytes. auto: the free memory of
-    the device, but at most what the sequences of a step need at full length. None of them: one sequence of full
-    length."""
+    """The size of the KV cache. tokens: of all sequences together. memory: bytes. auto: the free memory of the device,
+    but at most what the sequences of a step need at full length. If none of these is given: one sequence of full
+    length. sequences: the expected number of sequences, 0 if unknown."""
 
     tokens: int | None = None
     memory: int | None = None
@@ -31,7 +33,7 @@ class KvSize:
 
     @classmethod
     def of(cls, tokens: int | None = None, memory: int | str | None = None) -> "KvSize":
-        """memory: bytes, or a text such as "4G" or "auto". UsageError for other values."""
+        """memory: bytes, or a text such as "4G" or "auto". Raises UsageError for invalid values."""
         if tokens is not None and memory is not None:
             raise UsageError("--kv-memory and --kv-tokens both say how large the KV cache is: give one of them")
         if tokens is not None and tokens < PAGE:
@@ -43,13 +45,14 @@ class KvSize:
         return cls(tokens, memory)
 
     def pages(self, manifest: Mapping, room: int = 0, largest: int | None = None) -> dict[int, int]:
-        """Pages by span. room: bytes of the device that are free for the cache, for `auto`; largest: bytes that one
-        tensor may have. Logs a warning where this or int32 limits a cache. UserError for less than a page."""
+        """The number of pages by span. room: for `auto`, bytes of the device that are free for the cache. largest: the
+        largest size of a tensor in bytes, None without a limit. Logs a warning if this limit or int32 indices make the
+        cache smaller. Raises UserError if there is no room for a page."""
         whole = {entry["span"]: entry["shape"][0] for entry in manifest["kv"] if "span" in entry}
         limits, why = _limits(manifest, largest)
         paged = whole.keys() - {STATE}
         most = PAGE * min((limits[span] for span in paged if not span or 0 not in paged), default=0)
-        if STATE in whole and not paged:  # a sequence takes one cell, whatever its length
+        if STATE in whole and not paged:  # a sequence takes one cell, whatever its length is
             most, why = manifest["context"] * min(limits[STATE], MOST_CELLS), "no step has more sequences"
         if not whole or (self == KvSize() and all(limits[span] >= pages for span, pages in whole.items())):
             return whole
@@ -73,7 +76,7 @@ ONE_SEQUENCE = KvSize()
 
 
 def _limits(manifest: Mapping, largest: int | None) -> tuple[dict[int, int], str]:
-    """The largest numbers of pages by span, and the reason for the limit."""
+    """The largest number of pages by span, and the reason for the limit."""
     found: dict[int, int] = {}
     why = "kernels cannot address more than 2^31 elements of a tensor"
     for entry in manifest["kv"]:
@@ -87,9 +90,10 @@ def _limits(manifest: Mapping, largest: int | None) -> tuple[dict[int, int], str
 
 
 def _spread(manifest: Mapping, limits: Mapping[int, int], tokens: int, sequences: int = 0) -> dict[int, int]:
-    """Pages by span for a cache of so many tokens. For each sequence, layers with a window get the pages of one, at
-    most as many as layers that see all keys, and there are as many cells as in the manifest, up to MOST_CELLS. Where
-    the number of sequences is not known, each full context counts as one, as four for layers with a window."""
+    """The number of pages by span for a cache of `tokens` tokens. Layers with a window need the pages of a window for
+    each sequence, but at most as many as layers that attend to all keys. There are as many cells as in the manifest for
+    each sequence, up to MOST_CELLS. If the number of sequences is unknown, it is estimated from the number of full
+    contexts: one sequence for each, but four for layers with a window."""
     whole, full = -(-tokens // PAGE), -(-tokens // manifest["context"])
     windows, states = sequences or -(-4 * tokens // manifest["context"]), sequences or full
     found = {entry["span"]: entry["shape"][0] for entry in manifest["kv"] if "span" in entry}
@@ -100,7 +104,7 @@ def _spread(manifest: Mapping, limits: Mapping[int, int], tokens: int, sequences
 
 
 def _tokens(manifest: Mapping, limits: Mapping[int, int], nbytes: int, most: int, sequences: int) -> int:
-    """The largest number of tokens up to `most` whose cache fits so many bytes."""
+    """The largest number of tokens, up to `most`, whose cache fits `nbytes` bytes."""
     low, high = 0, most // PAGE
     while low < high:
         middle = (low + high + 1) // 2

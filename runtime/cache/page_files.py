@@ -1,14 +1,17 @@
-"""The cache on disk: what pages hold, found by its contents, in the folder `pages` of the user's cache.
+"""The cache on disk: the contents of pages as files, found by the tokens that they were computed from. It is in the
+folder `pages` of the user's cache.
 
-    MODEL/              of one artifact on one kind of device; MODEL: `PageKeys.model` in hexadecimal
+    MODEL/              files of one artifact on one kind of device. MODEL: `PageKeys.model` in hexadecimal
     MODEL/about.json    the artifact's name and path, for `mlc-amd cache`
-    MODEL/KEY           a record: what a page holds in all caches of its span
+    MODEL/KEY           a record: the contents of a page in all caches of its span
 
-Keys are digests of the model's id and of all tokens up to the page's end (`PageKeys`). A record is HEADER, with the
-key, the number of bytes, and the SHA-256 of these and of the bytes, which follow. What is not exactly such a record
-with that key and of that size is not there for readers. Files appear whole, by a rename, are never changed, and only
-their owner can read them. Several processes may use a folder: files may vanish at any time. A file's time of change is
-when it was used last; where the files of all models take more than the limit, those used least recently are removed.
+A key is a digest of the model's id and of all tokens up to the end of the page (`PageKeys`). A record is HEADER,
+followed by the contents. HEADER has the key, the number of bytes of the contents, and a SHA-256 of both and of the
+contents. Readers ignore a file that is not exactly such a record, with this key and size.
+
+Files appear complete, by a rename; they never change, and only their owner can read them. Several processes may use a
+folder, so files may vanish at any time. The modification time of a file is the time of its last use. When the files of
+all models exceed the limit, the least recently used ones are removed.
 """
 
 import hashlib
@@ -32,14 +35,14 @@ ABOUT = "about.json"
 HEADER = struct.Struct("<8s16sQ32s")  # magic, key, number of bytes, checksum
 _MAGIC = b"mlcpage1"
 _TEMPORARY = ".tmp"
-_ABANDONED = 600.0  # seconds after which a temporary file is nobody's: a write takes far less
-_ROOM = 16  # one of so many parts of the limit is freed at a time, and more if need be
-_BLOCK = 4096  # bytes of a file system's block
+_ABANDONED = 600.0  # seconds after which a temporary file was left by a killed process: a write takes far less
+_ROOM = 16  # at least 1 / _ROOM of the limit is freed at a time
+_BLOCK = 4096  # bytes of a block of the file system
 
 
 class PageKeys:
-    """Names of what pages hold. model: an id of all that decides which bytes a device computes for tokens, and how it
-    lays them out."""
+    """Makes the keys of records. model: an id of everything that determines which bytes a device computes for given
+    tokens, and their layout."""
 
     def __init__(self, manifest: Mapping, device, spans: Iterable[int]) -> None:
         parts = [[span, device.page_parts(span)] for span in sorted(spans)]
@@ -48,29 +51,30 @@ class PageKeys:
         self.model = hashlib.blake2b(facts.encode(), digest_size=16).digest()
 
     def of(self, known: PrefixDigest, span: int) -> bytes:
-        """The key of the page of that span whose sequence has that digest."""
+        """The key of a page. known: the digest of its sequence up to the page's end. span: of its group."""
         content = known + span.to_bytes(8, "little", signed=True)
         return hashlib.blake2b(content, key=self.model, digest_size=16).digest()
 
 
 class PageSource(Protocol):
-    """Where records are."""
+    """Something that has records."""
 
     def __contains__(self, key: bytes) -> bool: ...
 
     def read(self, key: bytes, target: np.ndarray) -> bool:
-        """Reads the contents into `target`, uint8, of as many bytes; False if there are none, or they are damaged."""
+        """Reads the contents of a record into `target`, uint8 [their number of bytes]. Returns False if there is no
+        such record, or it is damaged."""
         ...
 
 
 def header_of(key: bytes, contents: np.ndarray) -> bytes:
-    """What precedes contents, uint8, in their record."""
+    """The bytes that precede `contents`, uint8, in a record."""
     return HEADER.pack(_MAGIC, key, contents.nbytes, _checksum(key, contents))
 
 
 def read_record(file: int, at: int, key: bytes, target: np.ndarray) -> bool:
-    """Reads the contents of the record of a key at that place of a file into `target`, uint8, of as many bytes; False
-    if it is anything else."""
+    """Reads the contents of the record at offset `at` of an open file into `target`, uint8 [their number of bytes].
+    Returns False if there is no record with this key and size, or it is damaged."""
     header = bytearray(HEADER.size)
     left = [memoryview(header), target.data]
     while left:
@@ -92,7 +96,7 @@ def _checksum(key: bytes, contents: np.ndarray) -> bytes:
 
 
 def write_all(file: int, parts: Iterable[bytes | memoryview]) -> None:
-    """OSError as of write(2), also for a part that is written in part."""
+    """Writes all parts to an open file. Raises OSError if not all bytes can be written."""
     for part in parts:
         left = memoryview(part)
         while left:
@@ -104,12 +108,13 @@ def pages_directory() -> Path:
 
 
 class PageFiles:
-    """The records of one model; for several threads. about: for ABOUT; limit: bytes of the files of all models."""
+    """The records of one model. Thread-safe except for `write`. about: the content of ABOUT. limit: bytes of the files
+    of all models."""
 
     def __init__(self, model: bytes, about: Mapping[str, str], limit: int) -> None:
         self.folder, self._about, self._limit = pages_directory() / model.hex(), about, limit
-        self._used: int | None = None  # bytes of the files of all models, once they were counted
-        self._number = 0  # of temporary files
+        self._used: int | None = None  # bytes of the files of all models; None until they are counted
+        self._number = 0  # counts temporary files, for their names
 
     def _path(self, key: bytes) -> Path:
         return self.folder / key.hex()
@@ -118,7 +123,7 @@ class PageFiles:
         return self._path(key).exists()
 
     def read(self, key: bytes, target: np.ndarray) -> bool:
-        """Removes a file that is not what it should be."""
+        """See `PageSource`. Removes a file that is not a valid record."""
         path = self._path(key)
         try:
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -138,8 +143,8 @@ class PageFiles:
         return read
 
     def write(self, key: bytes, contents: np.ndarray) -> None:
-        """Of one thread at a time. Does nothing with what is larger than the limit. OSError where it cannot be
-        written; then nothing is left of it."""
+        """Writes a record, if it is not larger than the limit. Must not be called by several threads at the same time.
+        Raises OSError if the record cannot be written; then it leaves no file."""
         size = -(-(HEADER.size + contents.nbytes) // _BLOCK) * _BLOCK
         if size > self._limit:
             return
@@ -164,7 +169,7 @@ class PageFiles:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             return os.open(temporary, flags, 0o600)
-        except FileNotFoundError:  # the first file, or the folder was removed
+        except FileNotFoundError:  # the first file of this model, or the folder was removed
             self.folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.folder.mkdir(exist_ok=True, mode=0o700)
             about = os.open(self.folder / ABOUT, flags, 0o600)
@@ -175,7 +180,7 @@ class PageFiles:
             return os.open(temporary, flags, 0o600)
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """They are used now, the last ones most recently."""
+        """Marks records as used now, in this order: the last one is the most recently used."""
         for key in keys:
             with suppress(OSError):
                 os.utime(self._path(key))
@@ -186,18 +191,19 @@ class PageFiles:
                 self._path(key).unlink()
 
     def _make_room(self, size: int) -> None:
-        """Counts all files, and removes those used least recently if there is no room for `size` bytes."""
+        """Counts the bytes of all files. If there is no room for `size` more bytes, removes the least recently used
+        files."""
         files = [file for folder in folders() for file in records(folder)]
         self._used = sum(file.nbytes for file in files)
         if self._used + size > self._limit:
             self._used -= remove_oldest(files, self._used + max(size, self._limit // _ROOM) - self._limit)
 
 
-# ---- of all models
+# ---- the files of all models
 
 
 class RecordFile(NamedTuple):
-    """used: seconds since the epoch; nbytes: on disk."""
+    """The file of a record. used: time of last use, seconds since the epoch. nbytes: bytes on disk."""
 
     path: Path
     used: float
@@ -205,7 +211,7 @@ class RecordFile(NamedTuple):
 
 
 def folders() -> list[Path]:
-    """Of each model that has any."""
+    """The folders of all models that have records."""
     try:
         return sorted(entry for entry in pages_directory().iterdir() if entry.is_dir() and not entry.is_symlink())
     except OSError:
@@ -213,7 +219,7 @@ def folders() -> list[Path]:
 
 
 def records(folder: Path) -> Iterator[RecordFile]:
-    """The files of a model. What killed processes left is removed."""
+    """The files of the records in a folder. Removes temporary files that killed processes left."""
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             try:
@@ -222,12 +228,12 @@ def records(folder: Path) -> Iterator[RecordFile]:
                     os.unlink(entry.path)
                 elif entry.name != ABOUT:
                     yield RecordFile(Path(entry.path), status.st_mtime, status.st_blocks * 512)
-            except OSError:  # it was removed meanwhile
+            except OSError:  # another process removed it
                 continue
 
 
 def remove_oldest(files: Iterable[RecordFile], nbytes: int) -> int:
-    """Removes the files used least recently, of so many bytes or some more; returns their bytes."""
+    """Removes the least recently used files until at least `nbytes` bytes are freed. Returns the freed bytes."""
     freed = 0
     for file in sorted(files, key=lambda file: file.used):
         if freed >= nbytes:

@@ -1,24 +1,26 @@
-"""The allocator of the pages of one group of paged caches, with reference counts. Nothing here touches a device.
+"""The allocator of the pages of one group of paged caches, with reference counts. It does not touch a device.
 
-A group is all attention layers that see the same span of keys; a page id refers to the same page, the keys and values
-of PAGE positions, in all of its caches. A page is *free*, *held* by one or more sequences, or *idle*: no sequence holds
-it, but the index of prefixes refers to it by its contents. Idle pages are allocated when no free ones are left.
+A group is all attention layers with the same span of keys. A page number refers to the same page, the keys and values
+of PAGE positions, in all caches of the group. A page is *free*, *held* by one or more sequences, or *idle*: no sequence
+holds it, but the index of prefixes refers to it by its contents. Idle pages are allocated when no page is free.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
 
 PAGE = 64  # positions
-# Instead of a span: the group of the layers that keep a state of fixed size for each sequence. Its pages are *cells*:
-# each has one state of every such layer.
+# Stands for a span: the group of the layers that keep a state of fixed size for each sequence. The pages of this group
+# are called *cells*. A cell has the state of one sequence for each of these layers.
 STATE = -1
-KEPT = 8  # rows of a sequence in a step with a state after each: its newest token, and guesses after it
-CELL_COLUMNS = 1 + KEPT  # of the table of cells: the one that a step reads, and those for the states after its rows
+# largest number of rows of a sequence in a step that keep the state after each row: its newest token and guesses
+KEPT = 8
+# columns of the table of cells: the cell that a step reads, and the cells for the states after its rows
+CELL_COLUMNS = 1 + KEPT
 
 
 class PagePool:
-    """Pages 0 .. pages-1, all of them free at first. evicted: called with an idle page before it is allocated; must
-    `forget` the page, and may forget others."""
+    """Pages 0 .. pages-1. At first all are free. evicted: called with an idle page before the page is allocated. It
+    must `forget` the page, and may forget other pages."""
 
     def __init__(self, pages: int, evicted: Callable[[int], None] | None = None) -> None:
         self.pages = pages
@@ -26,27 +28,27 @@ class PagePool:
         self._holders = [0] * pages
         self._indexed = [False] * pages
         self._free = list(range(pages - 1, -1, -1))
-        # Both in the order of their allocation, `_soon` first.
+        # Idle pages in the order in which they will be allocated, first those in `_soon`.
         self._soon: OrderedDict[int, None] = OrderedDict()
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def free(self) -> int:
-        """Number of pages without an owner."""
+        """The number of free pages."""
         return len(self._free)
 
     @property
     def idle(self) -> int:
-        """Number of pages that only the index refers to."""
+        """The number of idle pages."""
         return len(self._soon) + len(self._idle)
 
     @property
     def available(self) -> int:
-        """Number of pages that `allocate` can return."""
+        """The number of pages that `allocate` can return."""
         return len(self._free) + len(self._soon) + len(self._idle)
 
     def holders(self, page: int) -> int:
-        """Number of sequences that hold the page."""
+        """The number of sequences that hold the page."""
         return self._holders[page]
 
     def indexed(self, page: int) -> bool:
@@ -54,8 +56,8 @@ class PagePool:
         return self._indexed[page]
 
     def allocate(self) -> int:
-        """A page, held once and not indexed: a free one, else the idle one that was released first, those released
-        `soon` before others. IndexError if there is none."""
+        """Returns a page that is held once and not indexed. It is a free page, or if there is none, an idle page: first
+        those released with `soon`, then those released earliest. Raises IndexError if all pages are held."""
         if not self._free:
             idle = self._soon or self._idle
             if not idle:
@@ -70,13 +72,14 @@ class PagePool:
         return page
 
     def retain(self, page: int) -> None:
-        """One more holder of a held or idle page."""
+        """Adds a holder to a held or idle page."""
         if not self._holders[page]:
             self._wake(page)
         self._holders[page] += 1
 
     def release(self, page: int, soon: bool = False) -> None:
-        """One holder less. Without any it is idle if indexed, else free. `soon`: allocated before other idle ones."""
+        """Removes a holder. A page without holders becomes idle if it is indexed, otherwise free. soon: whether it is
+        allocated before other idle pages."""
         self._holders[page] -= 1
         if self._holders[page]:
             return
@@ -86,11 +89,11 @@ class PagePool:
             self._free.append(page)
 
     def index(self, page: int) -> None:
-        """The index refers to the page, which is held, and written no more."""
+        """Marks a held page as indexed. It must not be written any more."""
         self._indexed[page] = True
 
     def forget(self, page: int) -> None:
-        """The index does not refer to the page any more."""
+        """Marks a page as no longer indexed."""
         self._indexed[page] = False
         if not self._holders[page]:
             self._wake(page)

@@ -1,14 +1,15 @@
-"""The index of the pages' contents: finds the pages that a new sequence shares with older ones.
+"""The index of the contents of pages. It finds the pages that a new sequence can share with older sequences.
 
-The key of a complete page is the digest of its sequence up to its end, a hash chain: so the digest of a page depends on
-the contents of all pages before it, too. Groups (spans) are indexed together: `PrefixDigest` -> page of each group that
-has one. Pages of windowed groups are evicted independently, as later rows do not see them.
+The key of a complete page is the digest of its sequence up to the page's end. Digests form a hash chain, so a digest
+depends on all tokens before it. All groups (spans) share one index: a `PrefixDigest` leads to a page of each group that
+has one. Pages of windowed groups are evicted independently, as later rows do not attend to them.
 
-The last page of a sequence is incomplete. When the sequence ends, it becomes a *tail*: the pages of all groups for the
-tokens after a digest. The first sequence that continues a tail removes it from the index, and writes to it.
+The last page of a sequence may be incomplete. When the sequence ends, this page becomes a *tail*: the pages of all
+groups for the tokens that follow a digest. The first sequence that continues a tail removes it from the index and
+writes to its pages.
 
-Cells (`pages.STATE`) are indexed with the pages: a digest's cell has the state after its tokens, a tail's the one after
-all of the tail. Most digests have none. A sequence can only begin where there is one.
+Cells (`pages.STATE`) are indexed like pages. The cell of a digest has the state after its tokens, the cell of a tail
+the state after the whole tail. Most digests have no cell; a sequence can only begin at one that has.
 """
 
 from array import array
@@ -21,34 +22,35 @@ from typing import Protocol
 from mlc_amd.runtime.cache.pages import PAGE, STATE, PagePool
 
 PrefixDigest = bytes
-ROOT: PrefixDigest = b""  # of no tokens
+ROOT: PrefixDigest = b""  # the digest of no tokens
 
 
 def digest(parent: PrefixDigest, tokens: SequenceOf[int]) -> PrefixDigest:
-    """Of `parent`'s tokens, followed by a page of tokens (int32 each)."""
+    """The digest of the tokens of `parent`, followed by a page of `tokens` (int32 each)."""
     return blake2b(parent + array("i", tokens).tobytes(), digest_size=16).digest()
 
 
 def first_page(span: int, complete: int) -> int:
-    """The first page that rows from position complete * PAGE on see. span: 0: all keys; STATE: the last page."""
+    """The first page that rows from position complete * PAGE on attend to. span 0: all keys. span STATE: the last
+    page."""
     if span == STATE:
         return max(complete - 1, 0)
     return max(complete * PAGE - span + 1, 0) // PAGE if span else 0
 
 
 class IndexListener(Protocol):
-    """Who keeps contents elsewhere, too."""
+    """Is notified of what is indexed, to keep the contents elsewhere, too."""
 
     def added(self, known: PrefixDigest, span: int, page: int) -> None:
-        """A page is indexed, a complete one or of a tail: see `PrefixIndex.contents`."""
+        """A page was indexed: a complete one, or one of a tail. See `PrefixIndex.contents`."""
 
     def used(self, chain: SequenceOf[PrefixDigest]) -> None:
-        """A sequence with these complete pages is freed."""
+        """A sequence with these complete pages was freed."""
 
 
 class PrefixIndex:
-    """Pages of `pools` ({span: pool}), cells among them, by contents. The pools call `_evict` before they allocate an
-    idle page."""
+    """Finds pages, and cells, by their contents. pools: by span. The pools call `_evict` before they allocate an idle
+    page."""
 
     listener: IndexListener | None = None
 
@@ -56,7 +58,7 @@ class PrefixIndex:
         self.pools = pools
         self._complete: dict[PrefixDigest, dict[int, int]] = {}
         self._digests: dict[int, dict[int, PrefixDigest]] = {span: {} for span in pools}  # of complete pages
-        # Tails after a digest in the order of their tokens, none of which begins with another's.
+        # The tails after a digest, sorted by their tokens. No tail begins with another one.
         self._tails: dict[PrefixDigest, list[tuple[int, ...]]] = {}
         self._tail_pages: dict[tuple[PrefixDigest, tuple[int, ...]], dict[int, int]] = {}
         self._tail_of: dict[int, dict[int, tuple[PrefixDigest, tuple[int, ...]]]] = {span: {} for span in pools}
@@ -64,18 +66,18 @@ class PrefixIndex:
             pool.evicted = lambda page, span=span: self._evict(span, page)
 
     def __len__(self) -> int:
-        """Number of digests with pages."""
+        """The number of digests with pages."""
         return len(self._complete)
 
     def __contains__(self, known: PrefixDigest) -> bool:
         return known in self._complete
 
     def page(self, known: PrefixDigest, span: int) -> int | None:
-        """The complete page of that group that ends at `known`."""
+        """The complete page of a group that ends at `known`, or None."""
         return self._complete.get(known, {}).get(span)
 
     def add(self, known: PrefixDigest, span: int, page: int) -> None:
-        """Indexes a complete page, which is held; there must be none for that digest."""
+        """Indexes a complete page, which is held. There must be no page of this group for the digest."""
         self._complete.setdefault(known, {})[span] = page
         self._digests[span][page] = known
         self.pools[span].index(page)
@@ -83,7 +85,8 @@ class PrefixIndex:
             self.listener.added(known, span, page)
 
     def contents(self, span: int, page: int) -> PrefixDigest | None:
-        """The digest of the sequence up to the end of an indexed page, complete or of a tail; None of others."""
+        """The digest of the sequence up to the end of an indexed page, complete or in a tail; None if the page is not
+        indexed."""
         tail = self._tail_of[span].get(page)
         return digest(*tail) if tail else self._digests[span].get(page)
 
@@ -93,11 +96,12 @@ class PrefixIndex:
         states: bool = True,
         elsewhere: Callable[[PrefixDigest, int], bool] = lambda known, span: False,
     ) -> int:
-        """The largest n for which a sequence can begin with the pages of digests[:n]: groups that see all keys have all
-        of them, windowed groups those that rows after n pages see. states: there is a state after them, too. elsewhere:
-        whether a page that is not indexed, of a digest and a span, can be had."""
+        """The largest n for which a sequence can begin with the pages of digests[:n]: groups with span 0 must have all
+        of these pages, windowed groups those that rows after n pages attend to. states: there must also be a state
+        after them. elsewhere: tells for a digest and a span whether a page that is not indexed can be obtained
+        otherwise."""
         groups = self.pools.keys() - (set() if states else {STATE})
-        best, runs = 0, dict.fromkeys(groups, 0)  # runs: pages before n without a gap
+        best, runs = 0, dict.fromkeys(groups, 0)  # the number of consecutive pages before n
         for n, known in enumerate(digests, 1):
             pages = self._complete.get(known, {})
             for span in runs:
@@ -111,8 +115,8 @@ class PrefixIndex:
     # ---- tails
 
     def add_tail(self, parent: PrefixDigest, tokens: SequenceOf[int], pages: dict[int, int]) -> None:
-        """Indexes the incomplete pages ({span: page} of all groups) with `tokens` after `parent`, which are held. Does
-        nothing if there is a tail that begins with these tokens; replaces one that they begin with."""
+        """Indexes incomplete pages, which are held: `tokens` follow `parent`. pages: {span: page} of all groups. Does
+        nothing if a tail begins with these tokens; replaces a tail with which these tokens begin."""
         new = tuple(tokens)
         tails = self._tails.setdefault(parent, [])
         at = bisect_left(tails, new)
@@ -133,9 +137,9 @@ class PrefixIndex:
                 self.listener.added(known, span, page)
 
     def take_tail(self, parent: PrefixDigest, tokens: SequenceOf[int]) -> tuple[int, dict[int, int]]:
-        """(n, pages): the tail after `parent` that shares the longest prefix, n tokens, with `tokens`; now held and not
-        indexed any more. n is 0, and nothing is taken, if that is less than half of the tail, which another sequence
-        may need more, or less than all of a tail with a state."""
+        """Finds the tail after `parent` that shares the longest prefix, n tokens, with `tokens`. Returns (n, {span:
+        page}). The pages are now held, and no longer indexed. Returns (0, {}) if n is less than half of the tail,
+        because another sequence may need it more; or if the tail has a state and n is not its whole length."""
         wanted, tails = tuple(tokens), self._tails.get(parent, [])
         at = bisect_left(tails, wanted)
         near = [(_common(tail, wanted), tail) for tail in tails[max(at - 1, 0) : at + 1]]
@@ -163,7 +167,7 @@ class PrefixIndex:
     # ---- eviction
 
     def remove(self, digests: SequenceOf[PrefixDigest]) -> None:
-        """Forgets the complete pages of these that no sequence holds."""
+        """Removes the complete pages of these digests that no sequence holds from the index."""
         for known in digests:
             pages = self._complete.get(known, {})
             for span in [span for span, page in pages.items() if not self.pools[span].holders(page)]:
@@ -172,7 +176,7 @@ class PrefixIndex:
                 self._complete.pop(known, None)
 
     def clear(self) -> None:
-        """Forgets all pages and tails."""
+        """Removes all pages and tails from the index."""
         for parent, tails in list(self._tails.items()):
             for tail in list(tails):
                 self._drop_tail((parent, tail))
@@ -182,7 +186,7 @@ class PrefixIndex:
         self._complete.clear()
 
     def _evict(self, span: int, page: int) -> None:
-        """Forgets an idle page, and the pages of other groups that are useless without it."""
+        """Removes an idle page from the index, and the pages of other groups that are useless without it."""
         if page in self._tail_of[span]:
             self._drop_tail(self._tail_of[span][page])
             return
@@ -199,6 +203,6 @@ class PrefixIndex:
 
 
 def _common(a: SequenceOf[int], b: SequenceOf[int]) -> int:
-    """Length of the common prefix."""
+    """The length of the common prefix."""
     shorter = min(len(a), len(b))
     return next((i for i in range(shorter) if a[i] != b[i]), shorter)

@@ -1,10 +1,10 @@
-"""The pages of one sequence in a file of its own: records (page_files.py) one after the other, after a table of them.
+"""Saves the pages of one sequence in a file: a table, followed by one record (page_files.py) for each page.
 
-    HEADER     of page_files.py; its key is the model's id, its contents are the table
-    the table  JSON: {"tokens": of the sequence, "pages": [[key in hexadecimal, bytes], ..]}
+    HEADER     of page_files.py; the key is the model's id, the contents are the table
+    the table  JSON: {"tokens": length of the sequence, "pages": [[key in hexadecimal, bytes], ..]}
     records
 
-There are no tokens in it, only digests.
+The file has digests of tokens, not the tokens themselves.
 """
 
 import json
@@ -21,7 +21,7 @@ import numpy as np
 from mlc_amd.runtime.cache.page_files import HEADER, header_of, read_record, write_all
 from mlc_amd.runtime.errors import UserError
 
-_LARGEST = 64 << 20  # bytes of a table
+_LARGEST = 64 << 20  # largest size of a table in bytes
 
 
 class _Table(msgspec.Struct):
@@ -30,7 +30,7 @@ class _Table(msgspec.Struct):
 
 
 class SavedSize(NamedTuple):
-    """nbytes: of the file."""
+    """tokens: of the sequence. nbytes: of the file."""
 
     tokens: int
     nbytes: int
@@ -39,7 +39,8 @@ class SavedSize(NamedTuple):
 def write_saved(
     path: Path, model: bytes, tokens: int, pages: Sequence[tuple[bytes, int]], contents: Iterable[np.ndarray]
 ) -> SavedSize:
-    """pages: key and bytes of each. UserError where it cannot be written; then a file that was there stays."""
+    """Writes a file. pages: (key, bytes) of each page. contents: uint8, in the order of `pages`. Raises UserError if
+    the file cannot be written; an existing file then stays unchanged."""
     table = json.dumps({"tokens": tokens, "pages": [(key.hex(), nbytes) for key, nbytes in pages]}).encode()
     head = np.frombuffer(table, np.uint8)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -62,7 +63,8 @@ def write_saved(
 
 
 class SavedPages:
-    """A `PageSource`. UserError for a file that is not one of this model. size: of all of it."""
+    """Reads such a file; a `PageSource`. size: of the whole file. Raises UserError for a file that was not saved for
+    this model, or is damaged."""
 
     def __init__(self, path: Path, model: bytes) -> None:
         try:

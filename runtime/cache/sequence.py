@@ -1,15 +1,14 @@
 """A sequence of tokens, and which of them have their keys and values in the paged cache.
 
-Pages are never copied. Complete pages are indexed as soon as they are computed, and shared; an incomplete page belongs
-to one sequence, which writes to it. So a sequence that is truncated inside a complete page continues at the beginning
-of that page, and up to PAGE - 1 tokens are computed again.
+Pages are never copied. A complete page is indexed as soon as it is computed, and may be shared. An incomplete page
+belongs to one sequence, which writes to it. So a sequence that is truncated inside a complete page continues at the
+beginning of this page, and computes up to PAGE - 1 tokens again.
 
-Rows of a group with a span see the last keys only: a sequence holds the pages that rows after its last complete page
-see, and releases older ones.
+In a windowed group, rows attend to the last keys only. A sequence holds the pages that rows after its last complete
+page attend to, and releases older pages.
 
-Of a recurrent state there is only the one after the last computed token, and snapshots: at the last page boundary in a
-prompt, at every SNAPSHOTS tokens, and at a sequence's end. So a sequence of a model with states continues at the last
-snapshot, and later tokens are computed again.
+A recurrent state exists only after the last computed token, and as snapshots: at the last page boundary of a prompt, at
+every SNAPSHOTS tokens, and at a sequence's end. A truncated sequence with states continues at the last snapshot.
 """
 
 from collections.abc import Iterable
@@ -23,16 +22,16 @@ from mlc_amd.runtime.cache.prefixes import ROOT, PrefixDigest, PrefixIndex, dige
 from mlc_amd.runtime.cache.sequence_state import SequenceState
 from mlc_amd.runtime.images.rows import ImagePart, ImageRows, Prompt
 
-# of a step: token, position, slot, and its place for RoPE where images have positions in a grid
+# of a step: token, position, slot; and the position in the grid (for RoPE) if images have grid positions
 SingleRow = tuple[int, ...]
-SNAPSHOT_PART = 2  # of the cells, one of so many is reserved for snapshots, not for guesses
-SNAPSHOTS = 512  # tokens between snapshots of the state of a sequence that continues
-RELEASED = -1  # instead of a page that was released because no later row sees it
+SNAPSHOT_PART = 2  # 1 / SNAPSHOT_PART of the cells is reserved for snapshots; guesses may not use them
+SNAPSHOTS = 512  # tokens between the snapshots of a state while its sequence continues
+RELEASED = -1  # stands for a page that was released because no later row attends to it
 
 
 class ChunkRows(NamedTuple):
-    """Of a step. position: of the first; places: of ImageRows; images: among the tokens; together: so many rows at the
-    beginning see one another."""
+    """The chunk of a step. position: of the first token. places: see ImageRows. images: parts among the tokens.
+    together: how many rows at the beginning attend to one another."""
 
     tokens: SequenceOf[int] | np.ndarray
     position: int
@@ -43,7 +42,7 @@ class ChunkRows(NamedTuple):
 
 
 class PageStore(Protocol):
-    """What a sequence needs of the cache (kv_cache.py)."""
+    """The parts of the cache (kv_cache.py) that a sequence uses."""
 
     context: int
     pools: dict[int, PagePool]
@@ -58,38 +57,38 @@ class PageStore(Protocol):
 
 
 class Sequence:
-    """A step for its next `count` tokens: `reserve(count)`, `KvCache.assign_slots`, then the device writes their keys
-    to the positions from `computed` on, then `advance(count)`. Rows after the newest token may be guesses."""
+    """A step for the next `count` tokens: call `reserve(count)` and `KvCache.assign_slots`; the device writes their
+    keys to the positions from `computed` on; call `advance(count)`. Rows after the newest token may be guesses."""
 
     def __init__(self, cache: PageStore, tokens: Iterable[int] = ()) -> None:
         self.cache = cache
         self.tokens: list[int] = []
         self.images = ImageRows(cache.grid, cache.together)
         self.append(tokens)
-        self.computed = 0  # so many first tokens have keys in the cache
-        # of each block of PAGE positions, by span, or RELEASED; those beyond `computed` are reserved
+        self.computed = 0  # the number of first tokens whose keys are in the cache
+        # by span, the page of each block of PAGE positions, or RELEASED; pages beyond `computed` are reserved
         self.pages: dict[int, list[int]] = {span: [] for span in cache.pools}
-        self.state = SequenceState(cache.cells) if cache.cells else None  # of layers that keep one
-        self.slot: int | None = None  # the row of the page tables, while it has one
+        self.state = SequenceState(cache.cells) if cache.cells else None  # None without layers that keep a state
+        self.slot: int | None = None  # its row of the page tables, while it has one
         self._capacity = 0  # positions that have pages
         self._complete = 0  # complete pages, all of them indexed: computed // PAGE
-        self._matched = 0  # of these, found in the index
-        self._released = dict.fromkeys(cache.pools, 0)  # number of first pages that are released
-        self._digests: list[PrefixDigest] = []  # of the first complete pages of `tokens`, as far as they were needed
+        self._matched = 0  # how many of these were found in the index
+        self._released = dict.fromkeys(cache.pools, 0)  # the number of first pages that are released
+        self._digests: list[PrefixDigest] = []  # of complete pages of `tokens`, as far as they were needed
 
     @property
     def pending(self) -> int:
-        """Tokens that have no keys yet."""
+        """The number of tokens that have no keys yet."""
         return len(self.tokens) - self.computed
 
     @property
     def table_row(self) -> int:
-        """Its slot, in a step."""
+        """Its slot; only valid in a step."""
         assert self.slot is not None, "sequences of a step have slots: see `Cache.assign_slots`"
         return self.slot
 
     def rows(self, tokens: Iterable[int]) -> list[SingleRow]:
-        """Single rows of a step: these tokens, the first one at position `computed`."""
+        """Single rows of a step for these tokens; the first one is at position `computed`."""
         return [self.row(token, self.computed + i) for i, token in enumerate(tokens)]
 
     def row(self, token: int, position: int) -> SingleRow:
@@ -98,7 +97,7 @@ class Sequence:
         return token, position, self.table_row, *place
 
     def newest_row(self, offset: int = 0) -> SingleRow:
-        """The single row of its only pending token; offset: of the one so many positions later, not known yet."""
+        """The single row of its only pending token. offset: for a later token, which is not known yet, its distance."""
         return self.row(self.tokens[-1], self.computed + offset)
 
     def chunk(self, count: int) -> ChunkRows:
@@ -110,16 +109,16 @@ class Sequence:
 
     @property
     def capacity(self) -> int:
-        """Positions that have pages."""
+        """The number of positions that have pages."""
         return self._capacity
 
     @property
     def stateless(self) -> bool:
-        """Whether it needs a cell for a state and has none."""
+        """Whether it needs a cell for its state and has none."""
         return self.state is not None and self.state.cell is None
 
     def append(self, ids: Iterable[int]) -> None:
-        """Further tokens, to be computed; those of a Prompt with its images."""
+        """Appends tokens, which are to be computed. The tokens of a `Prompt` may include images."""
         ids = ids if isinstance(ids, list) else list(ids)
         if isinstance(ids, Prompt):
             self.images.add(len(self.tokens), ids, ids.images)
@@ -128,8 +127,8 @@ class Sequence:
     # ---- a step
 
     def reserve(self, count: int, guesses: int = 0) -> bool:
-        """Allocates pages for the next `count` positions in every group and for guesses after these, and cells; False,
-        without any change, if the pools have too few. ValueError beyond the context."""
+        """Allocates cells, and pages in every group, for the next `count` positions and the guesses after them. Returns
+        False and changes nothing if the pools have too few. Raises ValueError for positions beyond the context."""
         end = self.computed + count + guesses
         if count and self.state and self.state.available <= guesses:
             return False
@@ -140,7 +139,7 @@ class Sequence:
         return True
 
     def _reserve_pages(self, end: int) -> bool:
-        """Allocates pages for all positions below `end`, some of which have none."""
+        """Allocates pages for all positions below `end` that have none."""
         if end > self.cache.context:
             raise ValueError(f"position {end - 1} is beyond the context of {self.cache.context}")
         more = -(-(end - self._capacity) // PAGE)
@@ -161,8 +160,8 @@ class Sequence:
 
     @property
     def guess_room(self) -> int:
-        """How many guesses the next step may verify after one token: as many as there are pages for, and cells besides
-        those reserved for snapshots of states; none that would skip a snapshot."""
+        """The number of guesses that the next step may verify after one token. They need pages, and cells that are not
+        reserved for snapshots; and they must not skip a snapshot."""
         room = self.room - 1
         if self.state and self.cache.cells:
             cells = self.state.available - 1 - self.cache.cells.pages // SNAPSHOT_PART
@@ -170,8 +169,8 @@ class Sequence:
         return max(room, 0)
 
     def step_size(self, most: int) -> int:
-        """How many of the pending tokens the next step computes, at most `most`: up to the next snapshot of a state, or
-        image that must be computed as a whole."""
+        """The number of pending tokens that the next step computes, at most `most`. A step ends at the next snapshot of
+        a state, or before an image that must be computed as a whole."""
         count = self.images.cut(self.computed, min(self.pending, most))
         if self.state is None or count <= 1:
             return count
@@ -187,7 +186,7 @@ class Sequence:
         return (len(self.tokens) - 1) // PAGE * PAGE
 
     def advance(self, count: int, wrong: int = 0) -> None:
-        """The keys of the next `count` tokens are in the cache, and so many of the step's guesses were wrong."""
+        """Called when the keys of the next `count` tokens are in the cache. wrong: how many guesses were wrong."""
         before, guessed = self.computed, False
         self.computed += count
         if self.state:
@@ -202,7 +201,7 @@ class Sequence:
                 self.state.passing = not prompt
 
     def _snapshot(self, state: SequenceState) -> None:
-        """Indexes the state, at a page boundary, or takes the cell that is indexed already."""
+        """Indexes the state, at a page boundary. If one is indexed there already, takes that cell instead."""
         known, index = self.chain(self._complete)[-1], self.cache.index
         other = index.page(known, STATE)
         if other is None:
@@ -213,17 +212,17 @@ class Sequence:
             state.take(other)
 
     def abandon(self) -> None:
-        """The step that had slots has failed."""
+        """Called when a step of this sequence has failed."""
         if self.state and not self.state.abandon():
             self._begin_again(self.computed)
 
     def _begin_again(self, limit: int) -> None:
-        """Replaces what is computed by what the index has of the first `limit` tokens."""
+        """Discards what is computed, and takes what the index has of the first `limit` tokens."""
         self._cut(0)
         self._match(limit)
 
     def _share(self) -> None:
-        """Indexes the pages that are complete now, or replaces them by indexed ones with the same contents."""
+        """Indexes newly complete pages, or replaces them by pages with the same contents that are indexed already."""
         complete, index = self.computed // PAGE, self.cache.index
         for i in range(self._complete, complete):
             known = self.chain(i + 1)[i]
@@ -240,7 +239,7 @@ class Sequence:
         for span, pages in self.pages.items():
             first = first_page(span, complete)
             for i in range(self._released[span], first):
-                # A page that several sequences began with may be needed again: it is kept longer than others.
+                # Later sequences may need a page that several sequences began with, so it is kept longer than others.
                 self.cache.pools[span].release(pages[i], soon=i >= self._matched)
                 pages[i] = RELEASED
             self._released[span] = first
@@ -248,26 +247,26 @@ class Sequence:
     # ---- prefixes
 
     def match(self, limit: int | None = None) -> int:
-        """Takes from the index the pages of the longest known prefix, if that is longer than `computed`; of the first
-        `limit` tokens at most. Returns `computed`, which leaves at least one token to compute, whose row has logits.
-        May be called at any time outside a step: other sequences may have computed the next tokens meanwhile."""
+        """Takes the indexed pages of the longest known prefix, of at most `limit` tokens, if it is longer than
+        `computed`. At least one token is left to compute, as only computed rows have logits. Returns `computed`. May be
+        called at any time outside a step: other sequences may have computed the next tokens meanwhile."""
         limit = len(self.tokens) - 1 if limit is None else min(limit, len(self.tokens) - 1)
         self._match(limit)
         self._begin_images()
         return self.computed
 
     def _begin_images(self) -> None:
-        """An image that must be computed as a whole, of which a part is, is computed again."""
+        """If only a part of an image that must be computed as a whole is computed, computes the image again."""
         while (begin := self.images.begin(self.computed)) < self.computed:
             self._begin_again(begin)
 
     @property
     def least(self) -> int:
-        """The least number of tokens of its next step: of an image that must be computed as a whole all."""
+        """The least number of tokens of its next step: 1, or all of an image that must be computed as a whole."""
         return self.images.whole(self.computed) or 1
 
     def _match(self, limit: int) -> None:
-        """`match` of at most `limit` tokens."""
+        """`match`, for at most `limit` tokens."""
         chain, index = self.chain(max(limit, 0) // PAGE), self.cache.index
         if self._complete == 0 or (len(chain) > self._complete and chain[self._complete] in index):
             if self.state and self._take_tail(chain, index.usable(chain, states=False), limit):
@@ -276,7 +275,7 @@ class Sequence:
         self._take_tail(chain, self._complete, limit)
 
     def _take_tail(self, chain: list[PrefixDigest], n: int, limit: int) -> bool:
-        """Takes the indexed pages of chain[:n] and a tail after them; False if there is none of use."""
+        """Takes the indexed pages of chain[:n], and a tail after them. Returns False if there is no useful tail."""
         end = n * PAGE
         if limit <= end or n < self._complete or (n == self._complete and self.computed != end):
             return False
@@ -296,7 +295,7 @@ class Sequence:
         return True
 
     def _take(self, chain: list[PrefixDigest], n: int, state: bool = True) -> None:
-        """Replaces the held pages by the indexed ones of chain[:n], if these are more; state: and takes the state."""
+        """If chain[:n] is longer than what is held, takes its indexed pages instead. state: also takes the state."""
         if n <= self._complete:
             return
         cell = self.cache.index.page(chain[n - 1], STATE) if state else None
@@ -321,9 +320,9 @@ class Sequence:
     # ---- truncation
 
     def truncate(self, n: int) -> None:
-        """Keeps the first `n` tokens. `computed` decreases to what is still complete: to the beginning of a page if `n`
-        ends inside a complete one, further where pages that the next row sees were released, or to the last
-        snapshot of a state."""
+        """Keeps the first `n` tokens. `computed` is reduced to what is still complete: to the beginning of a page if
+        `n` is inside a complete page; to less if pages that the next row attends to were released; or to the last
+        snapshot."""
         if not 0 <= n <= len(self.tokens):
             raise ValueError(f"cannot keep {n} of {len(self.tokens)} tokens")
         del self.tokens[n:]
@@ -346,7 +345,7 @@ class Sequence:
         self._begin_images()
 
     def free(self) -> None:
-        """Releases all pages and the slot. `match` may find them in the index again, until they are needed."""
+        """Releases all pages and the slot. The indexed pages can be found by `match` until they are allocated again."""
         if self.state is None or self.state.abandon():
             self._index_end()
         if self._complete and self.cache.index.listener:
@@ -367,10 +366,10 @@ class Sequence:
             self._snapshot(self.state)
 
     def _cut(self, n: int) -> None:
-        """Releases all pages but the first n; n = 0 leaves nothing computed."""
+        """Releases all pages except the first n. With n = 0, nothing is computed any more."""
         for span, pages in self.pages.items():
             pool = self.cache.pools[span]
-            # The last page first: it is useless without those before it, so it must be allocated before them.
+            # The last page first: a page is useless without those before it, so it must be allocated before them.
             for i in range(len(pages) - 1, max(n, self._released[span]) - 1, -1):
                 pool.release(pages[i])
             del pages[n:]
@@ -384,7 +383,7 @@ class Sequence:
     # ---- helpers
 
     def chain(self, n: int) -> list[PrefixDigest]:
-        """The digests of the first n pages of tokens, which are complete."""
+        """The digests of the first n pages of tokens, which must be complete."""
         known = self._digests
         for i in range(len(known), n):
             known.append(digest(known[-1] if known else ROOT, self.tokens[i * PAGE : (i + 1) * PAGE]))

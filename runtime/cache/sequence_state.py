@@ -1,26 +1,25 @@
-"""The state of fixed size that some layers keep of a sequence: its cell, and the cells that the next step writes.
+"""The state of fixed size that some layers keep for a sequence: its cell, and the cells that the next step writes.
 
-A step reads the state after the computed tokens and writes the one after its own: in place, unless the index of
-prefixes refers to the cell, whose contents must not change. So snapshots of states take no copies. A state that a step
-overwrites in place is lost if the step fails.
+A step reads the state after the computed tokens, and writes the state after the tokens of the step. It writes to the
+same cell, unless the index of prefixes refers to this cell: the contents of an indexed cell must not change. So
+snapshots of states need no copies. If a step that writes to the same cell fails, the state is lost.
 
-After the newest token a step's rows may be guesses. Then each row writes a state to a cell of its own, and that of the
-last right row is kept.
+If rows of a step are guesses, each row writes its state to a different cell. The cell of the last right row is kept.
 """
 
 from mlc_amd.runtime.cache.pages import KEPT, PagePool
 
 
 class SequenceState:
-    """Of one sequence. cell: of the state after the computed tokens; None where nothing is computed. passing: its
-    snapshot is less useful than others, because the sequence continues."""
+    """The state of one sequence. cell: the cell with the state after the computed tokens; None if nothing is computed.
+    passing: whether its snapshot is less useful than others, because the sequence continues."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self.cell: int | None = None
         self.passing = False
-        self._next: list[int] = []  # cells that the reserved step writes: the last of them perhaps `cell`
-        self._begun = False  # that step may be in progress
+        self._next: list[int] = []  # cells that the reserved step writes; the last one may be `cell`
+        self._begun = False  # whether the reserved step may be in progress
 
     @property
     def _writable(self) -> bool:
@@ -28,11 +27,12 @@ class SequenceState:
 
     @property
     def available(self) -> int:
-        """Number of cells that `reserve` could reserve for the next step, with those that it has."""
+        """The number of cells that the next step may have, including those that are reserved already."""
         return (len(self._next) or int(self._writable)) + self._pool.available
 
     def reserve(self, guesses: int = 0) -> None:
-        """Reserves cells that the next step writes: one, and one for each guess. IndexError for too few."""
+        """Reserves the cells that the next step writes: one, and one for each guess. Raises IndexError if there are too
+        few."""
         assert guesses < KEPT, "more rows than a table of cells has columns for"
         if not self._next:
             self._next = [self.cell if self.cell is not None and self._writable else self._pool.allocate()]
@@ -40,13 +40,13 @@ class SequenceState:
             self._next.insert(0, self._pool.allocate())
 
     def begin(self) -> None:
-        """The reserved step is about to be computed."""
+        """Called before the reserved step is computed."""
         assert self._next, "a step is reserved before it begins"
         self._begun = True
 
     @property
     def guesses(self) -> int:
-        """Of the reserved step."""
+        """The number of guesses of the reserved step."""
         return max(len(self._next) - 1, 0)
 
     @property
@@ -56,19 +56,19 @@ class SequenceState:
 
     @property
     def places(self) -> list[int]:
-        """The cell that the reserved step reads (ignored at position 0), and those that its rows write."""
+        """The cell that the reserved step reads (ignored at position 0), then the cells that its rows write."""
         assert self._next, "a step is reserved before it begins"
         return [self._next[0] if self.cell is None else self.cell, *self._next]
 
     def advance(self, wrong: int = 0) -> None:
-        """The reserved step is computed, and so many of its guesses were wrong."""
+        """Called when the reserved step is computed. wrong: how many of its guesses were wrong."""
         kept = self._next[len(self._next) - 1 - wrong]
         for cell in self.held - {kept}:
             self._pool.release(cell, soon=self.passing and cell == self.cell)
         self.cell, self.passing, self._next, self._begun = kept, False, [], False
 
     def abandon(self) -> bool:
-        """Cancels the reserved step. False if it may have overwritten the state."""
+        """Cancels the reserved step. Returns False if it may have overwritten the state."""
         intact = not self._begun or self.cell not in self._next
         for cell in self._next:
             if cell != self.cell:
@@ -77,12 +77,12 @@ class SequenceState:
         return intact
 
     def take(self, cell: int) -> None:
-        """The state is in that cell, which it takes over."""
+        """Sets the cell with the state. Takes over the caller's hold of it."""
         self.drop()
         self.cell = cell
 
     def drop(self) -> None:
-        """Nothing is computed."""
+        """Releases the state: nothing is computed."""
         self.abandon()
         if self.cell is not None:
             self._pool.release(self.cell)

@@ -1,5 +1,5 @@
-"""Formats of calls whose arguments are not JSON: tags around each, or objects with bare keys; read as JSON text, see
-call_formats.py."""
+"""Formats of calls whose arguments are not JSON: with tags around each argument, or objects with bare keys. The parsers
+convert the arguments to JSON text; see call_formats.py."""
 
 import ast
 import json
@@ -10,7 +10,7 @@ from mlc_amd.runtime.calls.call_formats import CallFormat, CallSink
 from mlc_amd.runtime.calls.json_reader import Malformed, Reading, TextReader, Write, parsed, quoted, string, value
 from mlc_amd.runtime.calls.tools import ALL_TYPES, NAME, json_type
 
-DEPTH = 32  # of nested arguments
+DEPTH = 32  # limit of the depth of nested arguments
 ITEM = "item"
 _DIGITS = re.compile(r"[0-9]+")
 
@@ -19,19 +19,19 @@ _DIGITS = re.compile(r"[0-9]+")
 
 @dataclass(frozen=True, kw_only=True)
 class TaggedCalls(CallFormat):
-    """Each argument between tags, strings as they are, other values as JSON."""
+    """Each argument is between tags: strings unchanged, other values as JSON."""
 
     name: tuple[str, str]  # the texts around the tool's name
-    number_end: str = ""  # after the name there is a number, and this
-    key: tuple[str, str]  # around an argument's name
-    kinds: tuple[str, ...] = ()  # what follows it: the first one before a string, the others before JSON
-    nested: bool = False  # objects and lists may have arguments, too, those of a list the name ITEM
+    number_end: str = ""  # if set, a number follows the name, and then this text
+    key: tuple[str, str]  # the texts around an argument's name
+    kinds: tuple[str, ...] = ()  # the texts that may follow it: the first one before a string, the others before JSON
+    nested: bool = False  # objects and lists may consist of arguments, too; those of a list have the name ITEM
     value_opening: str = ""
-    value_closing: str  # {}: the argument's name
+    value_closing: str  # after a value; {} is the argument's name
     end: str = ""  # after the last argument
-    lines: bool = False  # a value has lines of its own
-    control: tuple[str, ...] = ()  # tokens that the texts are made of
-    several: bool = False  # there may be more than one call before `closing`
+    lines: bool = False  # a value is on lines of its own
+    control: tuple[str, ...] = ()  # the control tokens that these texts consist of
+    several: bool = False  # there may be several calls before `closing`
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ class TaggedCalls(CallFormat):
         sink.end()
 
     def _value(self, reader: TextReader, write: Write, types: frozenset[str], mark: str) -> Reading[None]:
-        """Copies the value before `mark` as JSON: a string as it arrives, others when they are complete."""
+        """Copies the value before `mark` as JSON: a string as it arrives, other values when they are complete."""
         if self.lines:
             yield from reader.one_of(("\n",))
         if types == {"string"}:
@@ -102,7 +102,8 @@ class TaggedCalls(CallFormat):
                 yield from reader.space()
                 yield from value(reader, parts.append)
                 yield from reader.space()
-                yield from reader.expect(mark)  # the first one after the value: strings in it may contain others
+                # the first mark after the value: strings in the value may contain the mark
+                yield from reader.expect(mark)
             except Malformed:
                 reader.back(place)
                 parts.clear()
@@ -117,7 +118,8 @@ class TaggedCalls(CallFormat):
         write(_as_json(text.removesuffix("\n") if self.lines else text, types))
 
     def _of_arguments(self, text: str, depth: int = 0) -> object:
-        """The value of a text of nested arguments. Malformed for one that is none, or is deeper than DEPTH."""
+        """The value of a text of nested arguments. Raises Malformed if the text is not of this form, or is nested
+        deeper than DEPTH."""
         (opening, end), found, rest = self.key, [], text.strip()
         if depth > DEPTH:
             raise Malformed
@@ -133,7 +135,7 @@ class TaggedCalls(CallFormat):
 
 
 class _WithoutLast:
-    """Writes text that arrives in pieces, without `last` at its end."""
+    """Writes a text that arrives in pieces, except for `last` at its end."""
 
     def __init__(self, last: str, write: Write) -> None:
         self._last, self._write, self._held = last, write, ""
@@ -145,7 +147,8 @@ class _WithoutLast:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """The JSON text of a value whose type follows from the text: JSON, or a Python literal; other texts are strings."""
+    """The JSON text of a value whose type is found from the text: JSON, or a Python literal. Other texts are
+    strings."""
     try:
         found = parsed(text)
         converted = text.strip()
@@ -155,7 +158,7 @@ def _as_json(text: str, types: frozenset[str]) -> str:
             converted = json.dumps(found, ensure_ascii=False, allow_nan=False)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             found, converted = text, ""
-    # Where strings are allowed, a value of a type that is not allowed is a string.
+    # A value of a type that is not allowed is a string, if strings are allowed.
     if "string" in types and json_type(found) in {"string"} | (ALL_TYPES - types):
         return json.dumps(text, ensure_ascii=False)
     return converted or json.dumps(text, ensure_ascii=False)
@@ -166,7 +169,7 @@ def _as_json(text: str, types: frozenset[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class BareCalls(CallFormat):
-    """`call:NAME{key:value,..}`: JSON with keys without quotes, and strings between two `quote`."""
+    """`call:NAME{key:value,..}`: JSON with keys without quotes, and with strings between two `quote`."""
 
     quote: str
 
@@ -188,7 +191,7 @@ class BareCalls(CallFormat):
         yield from self._close(reader)
 
     def _text(self, reader: TextReader, write: Write) -> Reading[None]:
-        """A string, or a key."""
+        """Copies a string or a key."""
         if (yield from reader.peek()) == '"':
             yield from string(reader, write)
         elif (yield from reader.one_of((self.quote,))):

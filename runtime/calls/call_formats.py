@@ -1,8 +1,8 @@
 """The formats in which models write calls of tools, with their parsers.
 
-A parser reads what follows the text that begins calls (`CallFormat.opening`). A `CallSink` gets the tool's name, and
-the arguments as JSON text, piece by piece. `Malformed` where the text is no call; the pieces of a call that has begun
-remain. call_grammars.py writes the same syntax as grammars; tool_calls.py has the table of formats.
+A parser reads what follows the text that begins calls (`CallFormat.opening`). It passes the tool's name, and the
+arguments as JSON text piece by piece, to a `CallSink`. It raises `Malformed` if the text is no call; the pieces of a
+call that has begun remain. call_grammars.py writes the same syntax as grammars. tool_calls.py has the table of formats.
 """
 
 import re
@@ -32,7 +32,8 @@ class CallArguments:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """complete: False for a call whose arguments are incomplete or malformed, so their pieces are no JSON text."""
+    """A call has ended. complete: False if its arguments are incomplete or malformed; then their pieces are no valid
+    JSON."""
 
     number: int
     complete: bool = True
@@ -42,7 +43,7 @@ CallEvent = CallBegin | CallArguments | CallEnd
 
 
 class CallSink:
-    """Receives the calls that formats read. tools: those that may be called. tool: of the call that is in progress."""
+    """Receives the calls that parsers read. tools: the tools that may be called. tool: of the call in progress."""
 
     def __init__(self, tools: Iterable[Tool], emit: Callable[[CallEvent], object]) -> None:
         self._tools = {tool.name: tool for tool in tools}
@@ -51,7 +52,7 @@ class CallSink:
         self.tool: Tool | None = None
 
     def begin(self, name: str) -> Tool:
-        """Malformed if there is no such tool: then the text is no call."""
+        """Begins a call. Raises Malformed if there is no such tool: then the text is no call."""
         if name not in self._tools:
             raise Malformed
         self.tool = self._tools[name]
@@ -60,7 +61,7 @@ class CallSink:
         return self.tool
 
     def write(self, text: str) -> None:
-        """A piece of the arguments."""
+        """Adds a piece of the arguments."""
         if text:
             self._emit(CallArguments(self.count - 1, text))
 
@@ -71,16 +72,16 @@ class CallSink:
 
 @dataclass(frozen=True, kw_only=True)
 class CallFormat(ABC):
-    """A format; `opening` and `closing` are around calls."""
+    """A format. opening, closing: the texts around calls."""
 
-    opening: str = ""  # the text that begins a call, or several
+    opening: str = ""  # the text that begins a call, or several calls
     closing: str = ""
-    bare: bool = False  # the opening may be missing before a call at the beginning of the answer
-    instructed: bool = False  # the chat template lacks it, so an instruction must describe it (call_messages.py)
+    bare: bool = False  # the opening may be missing if a call begins the answer
+    instructed: bool = False  # the chat template does not describe it, so an instruction must (call_messages.py)
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All marks: if they are control tokens, the parser needs their texts."""
+        """All marks of the format. If they are control tokens, the parser needs their texts."""
         return tuple(filter(None, (self.opening, self.closing)))
 
     @abstractmethod
@@ -88,7 +89,7 @@ class CallFormat(ABC):
         """Reads the calls after `opening`, and `closing` if it is there."""
 
     def _close(self, reader: TextReader) -> Reading[None]:
-        """Reads the end of a call. A closing mark that is incomplete at the end of the answer is no text."""
+        """Reads the end of a call. An incomplete closing mark at the end of the answer is not text of the answer."""
         yield from reader.space()
         if self.closing and not (yield from reader.one_of((self.closing,))):
             rest = reader.available()
@@ -105,11 +106,11 @@ _NAMES, _ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters")
 class JsonCalls(CallFormat):
     """`{"name": .., "arguments": {..}}`, with these or other keys."""
 
-    id_key: str = ""  # the first key, of the call's number
+    id_key: str = ""  # name of the first key, which has the call's number
     name_key: str = "name"
     arguments_key: str = "arguments"
     listed: bool = False  # a JSON list of such objects
-    separator: str = ""  # between several without a list, where they have no openings of their own
+    separator: str = ""  # between several calls that are in no list and have no openings of their own
 
     def read(self, reader: TextReader, sink: CallSink) -> Reading[None]:
         yield from reader.space()
@@ -135,7 +136,7 @@ class JsonCalls(CallFormat):
 
     @staticmethod
     def _call(reader: TextReader, sink: CallSink) -> Reading[None]:
-        """Keys may have any order: arguments before the name are buffered."""
+        """Reads an object. Keys may have any order, so arguments before the name are buffered."""
         yield from reader.expect("{")
         held: list[str] = []
         has_name = has_arguments = False
@@ -167,7 +168,7 @@ class JsonCalls(CallFormat):
 
 
 def arguments(reader: TextReader, write: Write) -> Reading[None]:
-    """Copies arguments: an object, perhaps written as a string, or null."""
+    """Copies arguments: an object, or an object written as a string, or null."""
     character = yield from reader.peek()
     if character == "{":
         yield from value(reader, write)
@@ -192,12 +193,12 @@ def arguments(reader: TextReader, write: Write) -> Reading[None]:
 class NamedCalls(CallFormat):
     """A name between marks, then a JSON object."""
 
-    before: tuple[str, ...] = ()  # the name, as `after`
+    before: tuple[str, ...] = ()  # texts before the name, like `after`
     after: str = ""
     numbered: bool = False  # the name is between "functions." and ":" and the number of the call
-    id_mark: str = ""  # begins an id after the name
+    id_mark: str = ""  # the text that begins an id after the name
     fence: bool = False  # the object is between "```json" and "```"
-    repeated: str = ""  # one opening begins several calls, each of them between this and `each_closing`
+    repeated: str = ""  # if set, one opening begins several calls, and each is between this text and `each_closing`
     each_closing: str = ""
 
     @property
@@ -244,7 +245,8 @@ class NamedCalls(CallFormat):
 
 @dataclass(frozen=True, kw_only=True)
 class HarmonyCalls(CallFormat):
-    """Messages to `prefix` and a tool, which reasoning.py separates. `read` reads that of a call that has begun."""
+    """Messages to `prefix` and a tool; reasoning.py separates them. `read` reads the message of a call that has
+    begun."""
 
     prefix: str = "functions."
 

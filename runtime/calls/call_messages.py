@@ -1,6 +1,6 @@
-"""Tools for models whose chat template does not support them: messages as text, in the format `tool_calls.GENERIC`
-(Hermes'). The system message explains the tools and how to call them, calls are text of the assistant, results of the
-user."""
+"""Tools for models whose chat template does not support them: messages become text in the format `tool_calls.GENERIC`
+(Hermes'). The system message explains the tools and how to call them. Calls become text of the assistant, and results
+become text of the user."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,8 @@ Write one such block for each call, and nothing after the last one: the results 
 
 
 def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as text; with tools, the instruction is in the system message, which is added if there is none."""
+    """The messages as text. If there are tools, the instruction is added to the system message, which is added if
+    missing."""
     converted: list[dict[str, Any]] = []
     if tools:
         first = messages[0] if messages and messages[0]["role"] == "system" else {}
@@ -46,7 +47,7 @@ def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[st
 
 
 def _written(function: Mapping[str, Any]) -> str:
-    """A call as text. Its arguments are an object, or its JSON text."""
+    """A call as text. function: its "arguments" are an object, or the JSON text of one."""
     arguments = function["arguments"]
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)

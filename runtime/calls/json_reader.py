@@ -1,9 +1,9 @@
-"""Reads text that arrives in pieces (`TextReader.feed`), and JSON in it, without waiting for its end.
+"""Reads a text that arrives in pieces (`TextReader.feed`), and JSON in it, without waiting for its end.
 
-The generators below yield nothing; they are suspended (`yield`) where they need text that has not arrived yet, and may
-be resumed after more text. Their results do not depend on how the text was divided. Functions with a `Write` copy their
-input to it, piece by piece, as valid JSON. `Malformed` is raised as soon as the text does not match, and where it ends
-too early.
+The functions are generators that yield nothing. They are suspended (`yield`) where they need text that has not arrived,
+and are resumed after more text has. Their results do not depend on how the text was divided. Functions with a `Write`
+copy their input to it, piece by piece, as valid JSON. They raise `Malformed` as soon as the text does not match, or if
+it ends too early.
 """
 
 import json
@@ -19,28 +19,28 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # within a string (RFC 8259, section 7)
 _WORD = re.compile(r"[-+.\w]+")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")  # RFC 8259, section 6
-# With Python's words, which models write, too.
+# JSON's words and Python's, which models also write.
 _WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 _ESCAPES = '"\\/bfnrt'
 _HEX = re.compile(r"[0-9a-fA-F]{4}")
 
 
 class Malformed(Exception):
-    """The text is not what was expected."""
+    """The text does not match what is read."""
 
 
 def quoted(text: str) -> str:
-    """The text within a JSON string, without the quotes."""
+    """The text as it is within a JSON string, without the quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 class TextReader:
-    """The text, and the place up to which it has been read. place: from the beginning of all text."""
+    """The text, and the place up to which it is read. place: counted from the beginning of the whole text."""
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
-        self._dropped = 0  # characters before `_text`
+        self._dropped = 0  # number of characters before `_text`
         self._kept: int | None = None
         self.ended = False
 
@@ -62,7 +62,7 @@ class TextReader:
         return self._dropped + self._at
 
     def keep(self, place: int | None) -> None:
-        """Text from this place on can be read again; None: no text."""
+        """Keeps the text from this place on, so that `back` can return to it; None: keeps no text."""
         self._kept = place
 
     def back(self, place: int) -> None:
@@ -72,7 +72,7 @@ class TextReader:
     # ---- plain text
 
     def available(self) -> str:
-        """The text that has arrived and is not read."""
+        """The text that has arrived and is not read yet."""
         return self._text[self._at :]
 
     def skip(self, count: int) -> None:
@@ -85,13 +85,13 @@ class TextReader:
         return self._text[self._at : self._at + 1]
 
     def arrived(self, pattern: re.Pattern[str]) -> str:
-        """Reads the pattern's match in the text that has arrived; perhaps nothing."""
+        """Reads what the pattern matches in the text that has arrived; perhaps nothing."""
         match = pattern.match(self._text, self._at)
         self._at += len(match[0]) if match else 0
         return match[0] if match else ""
 
     def take(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """Reads all characters that the pattern, a repeated class of characters, matches; perhaps none."""
+        """Reads all characters that match the pattern, a repeated class of characters; perhaps none."""
         pieces = []
         while (yield from self.peek()):
             pieces.append(self.arrived(pattern))
@@ -104,7 +104,7 @@ class TextReader:
         return (yield from self.take(_SPACE))
 
     def one_of(self, texts: Sequence[str]) -> Reading[str | None]:
-        """Reads the longest of `texts` that follows, and returns it; None if none does."""
+        """Reads and returns the longest of `texts` that follows; None if none follows."""
         while True:
             rest = self.available()
             possible = [text for text in texts if text.startswith(rest) and len(text) > len(rest)]
@@ -137,14 +137,14 @@ class TextReader:
 
 
 def string(reader: TextReader, write: Write) -> Reading[None]:
-    """Copies a JSON string. Control characters, which models write although JSON does not allow them, are escaped."""
+    """Copies a JSON string. Escapes control characters, which models write although JSON does not allow them."""
     yield from reader.expect('"')
     write('"')
     while True:
         character = yield from reader.peek()
         if not character:
             raise Malformed
-        if text := reader.arrived(_PLAIN):  # written at once: the rest of the string may arrive much later
+        if text := reader.arrived(_PLAIN):  # written at once, as the rest of the string may arrive much later
             write(text)
             continue
         reader.skip(1)
@@ -187,7 +187,7 @@ def _scalar(reader: TextReader, write: Write) -> Reading[None]:
 def value(
     reader: TextReader, write: Write, text: Callable[[TextReader, Write], Reading[None]] = string, quotes: str = '"'
 ) -> Reading[None]:
-    """Copies a JSON value. text: copies a string or a key; quotes: first characters of strings."""
+    """Copies a JSON value. text: a function that copies a string or a key. quotes: the first characters of strings."""
     closing: list[str] = []
 
     def space() -> Reading[str]:
@@ -239,7 +239,7 @@ def _no_constant(name: str) -> Any:
 
 
 def parsed(text: str) -> Any:
-    """The JSON value of a text. ValueError if it is none."""
+    """The JSON value of a text. Raises ValueError if it is not valid JSON."""
     try:
         return json.loads(text, parse_constant=_no_constant)
     except RecursionError as error:

@@ -1,12 +1,12 @@
 """Finds calls of tools in a model's answer.
 
-In: the parts of an answer (reasoning.py), piece by piece; the tools that may be called (tools.py). Out: the same parts
-without the calls, and events for these, as early as they are certain. Arguments are JSON text in any format. A
-malformed call, or one of an unknown tool, is text; nothing raises.
+In: the parts of an answer (reasoning.py), piece by piece, and the tools that may be called (tools.py). Out: the same
+parts without the calls, and events for the calls, as early as they are certain. Arguments are JSON text in every
+format. A malformed call, or a call of an unknown tool, remains text. Nothing is raised.
 
-`detect` finds the format of a model in FORMATS by its vocabulary and its chat template. For models whose template does
-not support tools, or has another format, it is `GENERIC`: Hermes' format, which an instruction in the system message
-describes (call_messages.py); the template then gets no tools.
+`detect` finds the format of a model in FORMATS by its vocabulary and its chat template. If the template does not
+support tools, or has an unknown format, the format is `GENERIC`: Hermes' format. Then an instruction in the system
+message describes it (call_messages.py), and the template gets no tools.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ Event = AnswerPart | CallEvent
 
 @dataclass(frozen=True)
 class KnownFormat:
-    """A format, and how to detect it: texts that are tokens of the vocabulary, and texts in the template."""
+    """A format, and how to detect it. tokens: must be in the vocabulary. template: must be in the chat template."""
 
     format: CallFormat
     tokens: tuple[str, ...] = ()
@@ -61,7 +61,8 @@ _DEEPSEEK = NamedCalls(
 
 
 def _invoked(block: str, space: str = "") -> TaggedCalls:
-    """Several calls in a tag: `invoke` and `parameter` of that namespace."""
+    """Several calls in the tag `block`, with the tags `invoke` and `parameter`. space: the prefix (namespace) of these
+    tags."""
     return TaggedCalls(
         opening=f"<{block}>",
         closing=f"</{block}>",
@@ -73,14 +74,14 @@ def _invoked(block: str, space: str = "") -> TaggedCalls:
     )
 
 
-# whether a value is a string stands in the parameter's tag
+# an attribute of the parameter's tag says whether the value is a string
 _DSML = replace(
     _invoked("｜DSML｜tool_calls", "｜DSML｜"),
     key=('<｜DSML｜parameter name="', '" string="'),
     kinds=('true">', 'false">'),
 )
 _LLAMA = JsonCalls(opening="<|python_tag|>", arguments_key="parameters", bare=True, separator=";")
-# A model has the first format whose texts are all found. Sources: the chat templates of the models.
+# A model has the first format whose texts are all found. Sources: the models' chat templates.
 FORMATS: tuple[KnownFormat, ...] = (
     # gpt-oss
     KnownFormat(HarmonyCalls(), tokens=("<|start|>", "<|channel|>", "<|message|>", "<|call|>")),
@@ -229,8 +230,8 @@ FORMATS: tuple[KnownFormat, ...] = (
 
 
 def detect(has_token: Callable[[str], bool], template: str) -> CallFormat:
-    """The format of a model. has_token: whether a text is a token of its vocabulary; template: the text of its chat
-    template, of the one for tools where it has several."""
+    """The format of a model. has_token: whether a text is a token of its vocabulary. template: the text of its chat
+    template; if it has several, of the one for tools."""
     rows = (
         row for row in FORMATS if all(map(has_token, row.tokens)) and all(text in template for text in row.template)
     )
@@ -238,18 +239,18 @@ def detect(has_token: Callable[[str], bool], template: str) -> CallFormat:
 
 
 class CallParser:
-    """Finds the calls in one answer: `feed` its parts, then `finish`."""
+    """Finds the calls in one answer. Call `feed` with each of its parts, then `finish`."""
 
     def __init__(self, found: CallFormat, tools: Sequence[Tool]) -> None:
         self._format = found
         self._events: list[Event] = []
-        self._reader = TextReader()  # of what is read as a call
+        self._reader = TextReader()  # reads what may be a call
         self._call_end = 0  # the place after the last call
         self._sink = CallSink(tools, self._emit)
-        self._held = ""  # white space, which is text only if no call follows
-        self._after_call = False  # without text since the call
+        self._held = ""  # white space that is text only if no call follows it
+        self._after_call = False  # there was no text since the last call
         self._answer = _ReadInPieces(self._read)
-        self._message: _ReadInPieces | None = None  # to a tool
+        self._message: _ReadInPieces | None = None  # the message to a tool that is in progress
         self._recipient = ""
 
     def feed(self, part: AnswerPart) -> list[Event]:
@@ -268,7 +269,7 @@ class CallParser:
         return self._take()
 
     def finish(self) -> list[Event]:
-        """The rest, at the end of the answer."""
+        """The remaining events, at the end of the answer."""
         self._end_message()
         self._answer.finish()
         if not self._after_call:
@@ -281,7 +282,7 @@ class CallParser:
             self._message = None
 
     def _take(self) -> list[Event]:
-        """The events so far; pieces of the same part and of the same arguments are one."""
+        """The events so far. Adjacent pieces of the same part, or of the same arguments, are joined."""
         merged: list[Event] = []
         for event in self._events:
             last = merged[-1] if merged else None
@@ -303,7 +304,7 @@ class CallParser:
         self._events.append(event)
 
     def _write_text(self, text: str, last: bool = False) -> None:
-        """Adds text of the answer, without white space around calls."""
+        """Adds text of the answer, without the white space around calls."""
         text = self._held + text
         if self._after_call:
             text = text.lstrip()
@@ -332,7 +333,7 @@ class CallParser:
                 yield
 
     def _read_call(self, reader: TextReader, mark: str) -> Reading[None]:
-        """Reads the call after `mark`; if there is none, `mark` is text."""
+        """Reads the call after `mark`. If there is none, `mark` is text."""
         place, count = reader.place, self._sink.count
         self._reader = reader
         reader.keep(place)
@@ -368,7 +369,7 @@ class CallParser:
 
 
 class _ReadInPieces:
-    """Resumes a reading generator for each piece of text."""
+    """Runs a reading generator: resumes it for each piece of text."""
 
     def __init__(self, read: Callable[[TextReader], Reading[None]]) -> None:
         self._reader = TextReader()

@@ -1,4 +1,4 @@
-"""The tools that a model may call: names and the types of their arguments, from OpenAI's form
+"""The tools that a model may call: their names and the types of their arguments, from OpenAI's form
 (https://platform.openai.com/docs/api-reference/chat/create): {"type": "function", "function": {"name", "description",
 "parameters": JSON schema, "strict"}}."""
 
@@ -9,17 +9,18 @@ from typing import Any
 
 from mlc_amd.runtime.errors import UserError, shorten
 
-# Characters of a name: more than OpenAI allows, but none with a meaning in a format of calls.
+# Valid names: longer than OpenAI allows, but without characters that have a meaning in a format of calls.
 NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 _MAX_NAME = 128  # characters
-# Of JSON values.
+# The types of JSON values.
 ALL_TYPES = frozenset({"string", "number", "boolean", "null", "array", "object"})
-_MAX_REFERENCES = 32  # followed from one schema
+_MAX_REFERENCES = 32  # limit of references that are followed from one schema
 
 
 @dataclass(frozen=True)
 class Tool:
-    """name; parameters: the JSON schema of the arguments, an object; strict: the arguments must match all of it."""
+    """parameters: the JSON schema of the arguments, an object. strict: whether the arguments must match the whole
+    schema."""
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -37,12 +38,13 @@ class Tool:
         return [name for name in found if isinstance(name, str)] if isinstance(found, list | tuple) else []
 
     def types(self, argument: str) -> frozenset[str]:
-        """The JSON types that an argument may have; "integer" is "number". All, where the schema says nothing."""
+        """The JSON types that an argument may have; "integer" becomes "number". All types, if the schema does not
+        restrict them."""
         return _types(self.properties.get(argument), self.parameters, 0, {}) or ALL_TYPES
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
-    """The tools of a request. UserError, with the place in the list, for what is not a function."""
+    """The tools of a request. Raises UserError, with the place in the list, for an entry that is not a function."""
     found = tuple(_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools))
     names = [tool.name for tool in found]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -65,7 +67,8 @@ def _tool(tool: object, where: str) -> Tool:
 
 
 def resolved(schema: object, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema, or the one that it refers to within `root`; {} for invalid schemas and references elsewhere."""
+    """The schema, or the schema to which it refers within `root`; {} for invalid schemas and references outside of
+    `root`."""
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, Mapping):
             return {}
@@ -90,8 +93,8 @@ def target(reference: str, root: Mapping[str, Any]) -> object:
 
 
 def _types(schema: object, root: Mapping[str, Any], depth: int, known: dict[int, frozenset[str]]) -> frozenset[str]:
-    """known: by the ids of schemas, to each of which many references may lead; those that are being looked at add
-    nothing."""
+    """The types that a schema allows. known: types by the id of a schema, as many references may lead to the same one.
+    Schemas that are being evaluated (recursion) add nothing."""
     schema = resolved(schema, root)
     if depth > _MAX_REFERENCES:
         return ALL_TYPES
@@ -109,7 +112,7 @@ def _types(schema: object, root: Mapping[str, Any], depth: int, known: dict[int,
 
 
 def _named_types(schema: Mapping[str, Any]) -> frozenset[str] | None:
-    """By the schema's own keywords; None if it has none of them."""
+    """The types that the schema's own keywords allow; None if it has no such keyword."""
     if kinds := schema.get("type"):
         names = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list | tuple) else []
         return frozenset("number" if of == "integer" else of for of in names if isinstance(of, str)) or ALL_TYPES
@@ -120,6 +123,6 @@ def _named_types(schema: Mapping[str, Any]) -> frozenset[str] | None:
 
 
 def json_type(value: object) -> str:
-    """One of ALL_TYPES."""
+    """The type of a JSON value: one of ALL_TYPES."""
     kinds = ((str, "string"), (bool, "boolean"), (int | float, "number"), (list, "array"), (Mapping, "object"))
     return next((name for kind, name in kinds if isinstance(value, kind)), "null")

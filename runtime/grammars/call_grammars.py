@@ -1,7 +1,8 @@
-"""The formats of calls of tools (call_formats.py) as grammars: expressions for calls of given tools.
+"""The formats of calls of tools (call_formats.py) as grammars: writes expressions for calls of given tools.
 
-Arguments match the tools' schemas: completely where they are written as JSON; else the types of the arguments and the
-values of enums. They have the order of the schema (Gemma: of the alphabet), as in all constrained JSON.
+Arguments must match the tools' schemas. Where a format writes arguments as JSON, this is enforced completely; otherwise
+only the types of the arguments and the values of enums are. Arguments have the order of the schema (Gemma: alphabetical
+order), as in all constrained JSON.
 """
 
 import json
@@ -14,34 +15,35 @@ from mlc_amd.runtime.calls.call_formats import CallFormat, HarmonyCalls, JsonCal
 from mlc_amd.runtime.calls.tools import Tool, resolved
 from mlc_amd.runtime.grammars.lark import Rules
 
-_MAX_DEPTH = 8  # of schemas that are followed where arguments are not JSON; deeper values may be anything
+# limit of the depth of schemas that are enforced where arguments are not JSON; deeper values may be anything
+_MAX_DEPTH = 8
 _BARE_KEY = r"/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _NUMBER = r"/-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,17})?([eE][-+]?[0-9]{1,3})?/"
 _INTEGER = r"/-?(0|[1-9][0-9]{0,18})/"
 
-Arguments = Callable[[Tool], str]  # the expression for a tool's arguments as JSON
+Arguments = Callable[[Tool], str]  # makes the expression for a tool's arguments as JSON
 
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """Expressions; the last two are "" where calls have openings."""
+    """The expressions for calls. The last two are "" if calls have openings."""
 
-    calls: str  # after `opening`
+    calls: str  # the text after `opening`
     more: str  # optional further calls
-    trigger: str = ""  # the beginning of a call without opening
-    begun: str = ""  # what follows it
+    trigger: str = ""  # the beginning of a call without an opening
+    begun: str = ""  # the text after the trigger
 
 
 def call_grammar(
     found: CallFormat, rules: Rules, tools: Sequence[Tool], parallel: bool, arguments: Arguments
 ) -> CallGrammar:
-    """parallel: an answer may have several calls."""
+    """The expressions for calls of these tools. parallel: whether an answer may have several calls."""
     return _WRITERS[type(found)](_Writer(rules, tools, parallel, arguments), found)
 
 
 @dataclass(frozen=True)
 class _Writer:
-    """The grammar of calls in each format, to the same rules; arguments as of `call_grammar`."""
+    """Adds the grammar of calls in each format to `rules`. arguments: see `call_grammar`."""
 
     rules: Rules
     tools: Sequence[Tool]
@@ -49,7 +51,7 @@ class _Writer:
     arguments: Arguments
 
     def _repeated(self, found: CallFormat, body: str) -> CallGrammar:
-        """Calls with an opening each."""
+        """Calls that each have an opening."""
         calls = self._closed(found, body)
         more = f"({self.rules.SPACE} {self.rules.literal(found.opening)} {calls})*"
         return CallGrammar(calls, self.rules.rule(more) if self.parallel else "")
@@ -80,7 +82,7 @@ class _Writer:
         if found.separator:
             more = f"({space} {rules.literal(found.separator)} {space} {call})*" if self.parallel else ""
             calls = self._closed(found, f"{space} {call} {more}")
-            # Answers that begin like this are calls.
+            # An answer that begins like this is a call.
             trigger = rules.rule(
                 rf'/[ \t\r\n]{{0,4}}\{{[ \t\r\n]{{0,8}}"{found.name_key}"[ \t\r\n]{{0,4}}:[ \t\r\n]{{0,4}}"/', "[lazy]"
             )
@@ -131,7 +133,7 @@ class _Writer:
         return self._repeated(found, rules.choice(bodies))
 
     def harmony_calls(self, found: HarmonyCalls) -> CallGrammar:
-        """A message's header and its text; the answer ends with it."""
+        """The header and the text of a message; the answer ends with it."""
         rules = self.rules
         channel, message = rules.literal("<|channel|>"), rules.literal("<|message|>")
         kind = f'(" " {rules.literal("<|constrain|>")} "json" | " json")?'
@@ -162,13 +164,13 @@ def _opening(found: TaggedCalls, rules: Rules) -> str:
 
 
 def _kinds(found: TaggedCalls, rules: Rules, text: bool = True) -> str:
-    """What says whether a value is a text. Of what may be one or not, it is one."""
+    """The text that says whether a value is a string. A value that may be a string or not is written as a string."""
     kinds = found.kinds[:1] if text else found.kinds[1:]
     return f"({' | '.join(map(rules.literal, kinds))})" if kinds else ""
 
 
 def _tagged(found: TaggedCalls, rules: Rules, tool: Tool, name: str) -> str:
-    """One argument, optional unless it is required."""
+    """One argument; it is optional unless the schema requires it."""
     mark = found.value_closing.replace("{}", name)
     closing = rules.literal(("\n" if found.lines else "") + mark)
     schema = resolved(tool.properties[name], tool.parameters)
@@ -187,7 +189,7 @@ def _tagged(found: TaggedCalls, rules: Rules, tool: Tool, name: str) -> str:
 
 
 def _values(schema: Mapping[str, Any]) -> list[Any]:
-    """The values that a schema lists; none if it lists none."""
+    """The values that a schema lists in an enum; empty without an enum."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return list(values) if isinstance(values, list | tuple) else []
 
@@ -197,8 +199,8 @@ def _values(schema: Mapping[str, Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class _BareValues:
-    """Expressions for the values of a tool's arguments. root: their schema; made: those of its parts, by id and depth:
-    references may lead to one in many ways."""
+    """Expressions for the values of a tool's arguments. root: the schema of the arguments. made: the expressions of its
+    parts, by id and depth, as many references may lead to the same part."""
 
     rules: Rules
     quote: str
@@ -229,7 +231,7 @@ class _BareValues:
             return rules.rule('"{" "}"') if closed else self._open_object(self._any(depth))
         names = described.get("required")
         required = [name for name in names if isinstance(name, str)] if isinstance(names, list | tuple) else []
-        later, first = '""', '""'  # the remaining arguments: after one, and at the beginning
+        later, first = '""', '""'  # the remaining arguments, after an argument and at the beginning
         for name in sorted(properties, reverse=True):
             value = f"{rules.literal(name + ':')} {self._value(properties[name], depth + 1)}"
             rest = rules.rule(later)

@@ -1,4 +1,5 @@
-"""Constraints on the tokens of answers: grammars, schemas; rows of the io buffer `allowed` (sampling/layout.py)."""
+"""Constraints on the tokens of answers, from grammars and schemas. They make rows of the io buffer `allowed`
+(sampling/layout.py)."""
 
 import re
 import threading
@@ -14,40 +15,42 @@ _QUOTE = re.compile(r"^(at )?[0-9]+\([0-9]+\): |^ +([0-9]+ \|.*|\^)\n?", re.MULT
 
 
 class Constraint(Protocol):
-    """The constraint of one answer. Used by one thread at a time, not always by the same one. The mask includes the
-    model's end tokens where the answer may end."""
+    """The constraint of one answer. It is used by one thread at a time, but not always by the same thread. Where the
+    answer may end, its mask includes the model's end tokens."""
 
     def allowed(self) -> np.ndarray | None:
-        """int32 words [ceil(vocab / 32)]: bit t % 32 of word t // 32 is set if token t may follow. None: any may. If
-        none may, the answer fails. The next call may overwrite the memory."""
+        """The mask of the next token, int32 [ceil(vocab / 32)]: bit t % 32 of word t // 32 is set if token t may
+        follow. None: all tokens may follow. If the mask has no bits set, the answer fails. The next call may overwrite
+        the memory."""
         ...
 
     def accept(self, token: int) -> None:
-        """The token was chosen; it is no end token."""
+        """Called when the token was chosen. It must not be an end token."""
         ...
 
     @property
     def complete(self) -> bool:
-        """Whether the answer ends here, as no token can follow."""
+        """Whether the answer must end here, because no token can follow."""
         ...
 
 
 @runtime_checkable
 class RewindableConstraint(Constraint, Protocol):
-    """One that knows whether tokens may follow one another: its answer's next tokens can be guessed."""
+    """A constraint that can go back, so that its answer's next tokens can be guessed."""
 
     def guesses(self, drafts: Sequence[int], most: int) -> list[int]:
-        """The first of the drafts, guesses of the next tokens, that may follow, and further tokens of a text that must
-        follow these; at most `most`, and none that ends the answer. Changes nothing."""
+        """Returns the longest beginning of `drafts` (guesses of the next tokens) that the constraint allows, followed
+        by tokens of the text that must follow; at most `most` tokens, none of which ends the answer. Changes no
+        state."""
         ...
 
     def rewind(self, count: int) -> None:
-        """As before the last `count` tokens were accepted, also after an error."""
+        """Returns to the state before the last `count` tokens were accepted, even after an error."""
         ...
 
 
 def mask_of(constraint: Constraint, vocab: int) -> np.ndarray | None:
-    """`constraint.allowed()`, with zero bits beyond the vocabulary. ValueError for an invalid mask."""
+    """`constraint.allowed()`, with zero bits beyond the vocabulary. Raises ValueError for a mask of a wrong form."""
     mask = constraint.allowed()
     if mask is None:
         return None
@@ -61,32 +64,36 @@ def mask_of(constraint: Constraint, vocab: int) -> np.ndarray | None:
 
 
 def check_chosen(mask: np.ndarray, token: int) -> None:
-    """UserError for a token that a mask (`mask_of`) does not allow, which is only chosen if it allows none."""
+    """Raises UserError for a chosen token that the mask (`mask_of`) does not allow. This only happens if it allows no
+    token."""
     if not int(mask[token // 32]) >> token % 32 & 1:
         raise UserError("the answer cannot continue: its grammar allows no token of this model's vocabulary here")
 
 
 def shown(message: str, quoting: bool = True) -> str:
-    """A message of llguidance's. quoting: with lines of the grammar, which are of use where a user wrote them."""
+    """A message of llguidance for users. quoting: whether lines of the grammar remain in it; they are useful if a user
+    wrote the grammar."""
     if not quoting:
-        message = _QUOTE.sub("", message).rpartition("\nerror: ")[2]  # of an error in a regular expression its reason
+        # keeps only the reason of an error in a regular expression
+        message = _QUOTE.sub("", message).rpartition("\nerror: ")[2]
     return one_line(message.replace("<non-verbose/>", ""), QUOTED)
 
 
-SPECIAL = b"\xff"  # in llguidance's bytes, before a token that is no text
+SPECIAL = b"\xff"  # in llguidance's bytes, before a token that is not text
 
 
 class AnswerConstraint:
-    """A `RewindableConstraint`: one answer's state under a grammar of llguidance. new: makes matchers; vocab: the size
-    of the logits; encode: tokens of bytes within a text. Masks of several answers are computed sequentially:
-    llguidance's threads (LLExecutor) take longer, on 2 cores and on 16 (8 answers, 152,000 tokens)."""
+    """A `RewindableConstraint`: the state of one answer under a grammar of llguidance. new: makes matchers. vocab: the
+    size of the logits. encode: the tokens of bytes within a text. Masks of several answers are computed one after the
+    other, because llguidance's threads (LLExecutor) take longer on 2 and on 16 cores (8 answers, 152,000 tokens)."""
 
     def __init__(self, new: Callable[[], Any], vocab: int, encode: Callable[[bytes], Sequence[int]]) -> None:
         self._new, self._encode = new, encode
         self._matcher = new()
         self._accepted: list[int] = []
         self._mask = np.zeros(-(-vocab // 32), np.int32)
-        self._address = self._mask.ctypes.data  # kept: it takes NumPy as long as llguidance takes for half a mask
+        # kept, because NumPy takes as long to get it as llguidance takes for half a mask
+        self._address = self._mask.ctypes.data
 
     def allowed(self) -> np.ndarray:
         self._matcher.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
@@ -106,18 +113,18 @@ class AnswerConstraint:
         consumed = self._matcher.try_consume_tokens(found)
         del found[consumed:]
         if self._matcher.is_stopped():
-            del found[-1:]  # it ends the answer
+            del found[-1:]  # this token ends the answer
         elif len(found) < most:
             found += self._forced(found, most - len(found))
         self._rollback(consumed)
         return found
 
     def _forced(self, guesses: Sequence[int], most: int) -> list[int]:
-        """Tokens of the text that must follow guesses that the matcher has consumed."""
+        """The tokens of the text that must follow the guesses, which the matcher has consumed."""
         text, special, _ = self._matcher.compute_ff_bytes().partition(SPECIAL)
-        if special:  # the matcher would make no more masks
+        if special:  # after such a token the matcher would make no more masks
             self._renew(guesses)
-        # the last token is perhaps the beginning of a longer one
+        # the last token may be the beginning of a longer token
         forced = list(self._encode(text)[:-1][:most])
         return forced[: self._matcher.validate_tokens(forced)]
 
@@ -126,8 +133,8 @@ class AnswerConstraint:
         self._rollback(count)
 
     def _rollback(self, count: int) -> None:
-        """Of the matcher, to the state after the accepted tokens. One with an error, as of a guess that takes too much
-        work, has no way back."""
+        """Returns the matcher to the state after the accepted tokens. A matcher with an error (for example, after a
+        guess that takes too much work) cannot go back, and is replaced."""
         if count and not self._matcher.is_error():
             self._matcher.rollback(count)
         if self._matcher.is_error():
@@ -146,7 +153,7 @@ class AnswerConstraint:
 
 
 class Grammar:
-    """A compiled grammar. A call returns the constraint of a new answer."""
+    """A compiled grammar. Calling it returns the constraint for a new answer."""
 
     def __init__(self, matcher: Any, vocab: int, encode: Callable[[bytes], Sequence[int]]) -> None:
         self._matcher, self._vocab, self._encode = matcher, vocab, encode

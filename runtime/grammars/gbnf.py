@@ -1,9 +1,9 @@
-"""Grammars in GBNF (https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md) -> llguidance's Lark.
+"""Converts grammars in GBNF (https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md) to llguidance's
+Lark.
 
-In: a grammar's text. Out: `to_lark(text)`, whose rule `start` is the grammar's `root`. UserError, with the line, for
-what is no grammar.
-Rules get names of their own: GBNF's may be words that mean something in Lark, begin with a digit, or differ in case
-only. Which rules are terminals (names in capitals): lexemes.py.
+In: the text of a grammar. Out: `to_lark(text)`, whose rule `start` is the grammar's rule `root`. Raises UserError, with
+the line, for an invalid grammar. Rules get new names, because names in GBNF may be keywords in Lark, begin with a
+digit, or differ in case only. lexemes.py determines which rules are terminals (names in capitals).
 """
 
 import re
@@ -30,7 +30,7 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "[": "[", "]"
 _LAST = 0x10FFFF
 _ANY = Chars((((0, _LAST),),), r"/(.|\n)/")
 _COUNTS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
-_DEEPEST = 100  # parentheses
+_DEEPEST = 100  # limit of nested parentheses
 
 
 class _Token(NamedTuple):
@@ -41,7 +41,7 @@ class _Token(NamedTuple):
 
 @lru_cache(16)
 def to_lark(text: str) -> str:
-    """See the module's docstring. Takes up to some seconds."""
+    """The grammar in Lark. See the module's docstring. May take a few seconds."""
     parser = _Parser(list(_tokens(text)))
     rules = parser.rules()
     if "root" not in rules:
@@ -57,7 +57,7 @@ def to_lark(text: str) -> str:
 
 
 def _lark(node: Node, numbers: dict[str, int], terminals: Container[str]) -> str:
-    """terminals: the names that are written in capitals."""
+    """A node in Lark. numbers: rules' numbers, for their names. terminals: the names that are written in capitals."""
 
     def written(node: Node) -> str:
         if isinstance(node, Name):
@@ -92,14 +92,15 @@ def _tokens(text: str) -> Iterator[_Token]:
 
 
 class _Parser:
-    """Line ends need no care: a rule ends where a name and ::= follow. used: the names in rules, with their lines."""
+    """Line ends have no meaning here: a rule ends before a name that is followed by ::=. used: the names that rules
+    refer to, with their lines."""
 
     def __init__(self, tokens: list[_Token]) -> None:
         self._tokens, self._at = tokens, 0
         self.used: list[tuple[str, int]] = []
 
     def rules(self) -> dict[str, Node]:
-        """Of two of a name the last counts."""
+        """The rules by name. If a name is defined twice, the last definition counts."""
         found: dict[str, Node] = {}
         while self._next.kind != "end":
             if not self._at_rule():
@@ -162,7 +163,7 @@ def _repeated(item: Node, token: _Token) -> Repeat:
 
 
 def _characters(token: _Token) -> list[tuple[str, bool]]:
-    """The characters between a token's first and last one, each with whether it was escaped."""
+    """The characters between the first and the last character of a token; each with whether it was escaped."""
     inner, at, found = token.text[1:-1], 0, []
     while at < len(inner):
         match = _CHARACTER.match(inner, at)
@@ -182,7 +183,7 @@ def _literal(token: _Token) -> Chars:
 
 
 def _set(token: _Token) -> Chars:
-    """As a regular expression, in which all characters but letters and digits are escaped."""
+    """A class of characters as a regular expression. All characters except letters and digits are escaped."""
     chars = _characters(token)
     negated = bool(chars) and chars[0] == ("^", False)
     chars = chars[negated:]
@@ -205,7 +206,7 @@ def _set(token: _Token) -> Chars:
 
 
 def _others(ranges: Ranges) -> Ranges:
-    """All other characters."""
+    """All characters outside of these ranges."""
     bounds = [-1, *(bound for pair in ranges for bound in pair), _LAST + 1]
     gaps = ((low + 1, high - 1) for low, high in zip(bounds[::2], bounds[1::2], strict=True))
     return tuple(gap for gap in gaps if gap[0] <= gap[1])

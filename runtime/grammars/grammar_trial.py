@@ -1,5 +1,6 @@
-"""Compiles grammars in a child process first: one that takes too long or too much memory, or crashes, ends only that.
-llguidance does not limit all: some schemas take minutes, and a long chain of rules overflows the stack."""
+"""Compiles a grammar in a child process first. A grammar that takes too much time or memory, or causes a crash, then
+only ends this process. llguidance's own limits are not enough: some schemas take minutes, and a long chain of rules
+overflows the stack."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -9,13 +10,14 @@ from mlc_amd.runtime.errors import MachineError
 from mlc_amd.runtime.limited_process import LimitedProcess, LimitExceeded
 
 TOO_MUCH = "it takes too much time or memory: make it smaller"
-SECONDS = 5.0  # of processor time for one grammar
-_OPENING_SECONDS = 30.0  # for the vocabulary
+SECONDS = 5.0  # limit of processor time for a grammar
+_OPENING_SECONDS = 30.0  # the same for the vocabulary
 _MEMORY = 2 << 30  # bytes
 
 
 class ByteVocabulary:
-    """A vocabulary for llguidance. tokens: their bytes; ends: that end an answer; control: without a text."""
+    """A vocabulary for llguidance. tokens: their bytes. ends: tokens that end an answer. control: tokens that are no
+    text."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -28,28 +30,28 @@ class ByteVocabulary:
 
 
 def limits() -> Any:
-    """The limits of a grammar's work, in both processes. A step computes one mask."""
+    """The limits for a grammar's work, in both processes. One step computes one mask."""
     import llguidance
 
     return llguidance.LLParserLimits(
         initial_lexer_fuel=1_000_000,  # about 20 ms
         step_lexer_fuel=100_000,  # about 7 ms
         step_max_items=50_000,
-        max_lexer_states=50_000,  # of 1 to 2 kB
+        max_lexer_states=50_000,  # a state takes 1 to 2 kB
         max_grammar_size=200_000,
         verbose_errors=False,
     )
 
 
 class GrammarTrial:
-    """The child process. Thread-safe. control: ids of control tokens by their text."""
+    """The child process. Thread-safe. control: the ids of control tokens by their texts."""
 
     def __init__(self, vocab: int, ends: Sequence[int], control: Mapping[str, int]) -> None:
         opening = {"vocab": vocab, "ends": list(ends), "control": dict(control)}
         self._process = LimitedProcess(__name__, opening, SECONDS, _MEMORY, _OPENING_SECONDS)
 
     def problem(self, grammar: str) -> str:
-        """Why the grammar cannot be used; "" if it can. MachineError if the child process does not start."""
+        """Why the grammar cannot be used; "" if it can. Raises MachineError if the child process cannot be started."""
         try:
             self._process.open()
         except LimitExceeded:
@@ -67,7 +69,8 @@ class GrammarTrial:
 
 
 def open_work(opening: dict[str, Any]) -> tuple[None, Callable[[str], str]]:
-    """In the child process: a vocabulary with the control tokens of the real one, and single bytes for all others."""
+    """Runs in the child process. Its vocabulary has the control tokens of the real one; all other tokens are single
+    bytes."""
     import llguidance
 
     tokens = [b""] * opening["vocab"]

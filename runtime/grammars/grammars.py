@@ -1,21 +1,20 @@
 """JSON schemas, regular expressions, grammars and calls of tools as constraints on the tokens of answers.
 
-In:  a tokenizer, the size of the logits; a schema, an expression, a grammar or tools; the prompt's text, which shows
-     whether the answer begins with thinking.
-Out: `Grammar` (constraints.py): called once for each answer, it returns a `Constraint`. UserError for
-     unusable input.
+In: a tokenizer, the size of the logits; a schema, an expression, a grammar or tools; the text of the prompt, which
+shows whether the answer begins with thinking. Out: `Grammar` (constraints.py); called once for each answer, it returns
+a `Constraint`. Raises UserError for invalid input.
 
-llguidance compiles them (extra `serve`). A grammar applies to the answer itself: the model's thinking before it
-(reasoning.py) is free. Grammars take 10 ms to 5 s to compile, the first one some seconds more for the tables of the
-vocabulary; so call the methods in a thread of their own where others must not wait. All are thread-safe.
+llguidance compiles the grammars (extra `serve`). A grammar applies to the answer itself; the thinking before it
+(reasoning.py) is free. Compiling takes 10 ms to 5 s; the first grammar takes some seconds more, for tables of the
+vocabulary. Call the methods in a separate thread if others must not wait. All methods are thread-safe.
 
-Schemas: JSON Schema of draft 2020-12 and earlier. UserError for keywords that llguidance does not enforce: `not`,
+Schemas: JSON Schema of draft 2020-12 and earlier. Keywords that llguidance does not enforce raise UserError: `not`,
 `if`/`then`/`else`, `dependentSchemas`, `dependentRequired`, `uniqueItems`, `contains`, `propertyNames`,
-`unevaluatedProperties`, references to other documents, formats besides date-time, time, date, duration, email,
-hostname, ipv4, ipv6, uuid and uri, look-around in patterns, `oneOf` whose options overlap, `minProperties` and
-`maxProperties` beside optional properties, more than about 2000 optional properties, and nesting deeper than about 60
-objects. Properties have the order of the schema; others are only allowed with `additionalProperties` (lark.py), and
-may then have the same name twice.
+`unevaluatedProperties`, references to other documents, formats other than date-time, time, date, duration, email,
+hostname, ipv4, ipv6, uuid and uri, look-around in patterns, `oneOf` with overlapping options, `minProperties` and
+`maxProperties` together with optional properties, more than about 2000 optional properties, and nesting deeper than
+about 60 objects. Properties have the order of the schema. Other properties are only allowed with `additionalProperties`
+(lark.py); then the same name may occur twice.
 """
 
 import functools
@@ -39,19 +38,19 @@ from mlc_amd.runtime.grammars.lark import ControlTokens, Rules, check_references
 from mlc_amd.runtime.text import reasoning
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 
-# Sets of tokens that llguidance treats as one where all of them may follow: white space, characters of a JSON string.
-# Its default has no {1,4} and {1,7}: with them, masks of a string's last characters take half the time (152,000 tokens,
-# p90).
+# Sets of tokens for which llguidance stores parts of masks, for places where all of a set may follow: white space,
+# characters of a JSON string. Its default lacks {1,4} and {1,7}; with them, masks for a string's last characters take
+# half the time (152,000 tokens, p90).
 _SLICES = [r"[\x20\x0A\x0D\x09]+"]
 _SLICES += [r'[^"\\\x00-\x1F\x7F]' + count for count in ("{1,4}", "{1,7}", "{1,10}", "{1,30}", "+")]
-_CACHED = 32  # compiled grammars, of up to 100 MB each, most of them below 1 MB
-_CHECKED = 1024  # remembered results of trials
-_FORCED = 1024  # remembered tokens of texts that must follow
-_MAX_CHARACTERS = 1 << 20  # of a grammar
+_CACHED = 32  # number of compiled grammars that are kept; most take less than 1 MB, some up to 100 MB
+_CHECKED = 1024  # number of results of trials that are kept
+_FORCED = 1024  # number of encoded texts (that must follow) that are kept
+_MAX_CHARACTERS = 1 << 20  # limit of a grammar
 _ANY = {"type": "object"}
-_LARK = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)  # what GBNF has not
-_NEXT = "<|end|><|start|>assistant"  # Harmony: between the texts and the headers of messages
-_SCHEMA, _GRAMMAR = "the JSON schema", "the grammar"  # in messages
+_LARK = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)  # matches Lark, but not GBNF
+_NEXT = "<|end|><|start|>assistant"  # Harmony: between the text of a message and the header of the next one
+_SCHEMA, _GRAMMAR = "the JSON schema", "the grammar"  # names in error messages
 # The beginning and the end of a regular expression; not "\\$".
 _ANCHORS = re.compile(r"\A\^|(?<!\\)((?:\\\\)*)\$\Z")
 
@@ -59,10 +58,10 @@ ToolChoice = Literal["auto", "required", "none"] | Mapping[str, str]
 
 
 class Grammars:
-    """The grammars of one model. vocab: the size of its logits, at least the tokenizer's vocabulary. thinking: the
-    marks of its thinking; None: those of its vocabulary. prompt, of all methods: the rendered text that the answer
-    follows; None: there is no thinking, as in completions and within answers. UserError where llguidance is not
-    installed."""
+    """The grammars of one model. vocab: the size of its logits, not smaller than the tokenizer's vocabulary. thinking:
+    the marks of its thinking; None: determined by the vocabulary. prompt (in all methods): the rendered text that the
+    answer follows; None: there is no thinking, as in completions and inside answers. Raises UserError if llguidance is
+    not installed."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, thinking: reasoning.ReasoningFormat | None = None) -> None:
         require("llguidance")
@@ -81,18 +80,20 @@ class Grammars:
         self._problems: OrderedDict[bytes, str] = OrderedDict()
 
     def close(self) -> None:
-        """Ends the process of trials; it starts again if it is needed."""
+        """Ends the process of trials. It is started again when needed."""
         self._trial.close()
 
-    # ---- kinds of constraints
+    # ---- the kinds of constraints
 
     def json_schema(self, schema: Mapping[str, Any], prompt: str | None = None, lenient: bool = False) -> Grammar:
-        """JSON that matches the schema. lenient: keywords that cannot be enforced are ignored instead of refused."""
+        """The answer is JSON that matches the schema. lenient: keywords that cannot be enforced are ignored, not
+        rejected."""
         rules = Rules(self._control)
         return self._grammar(rules, f"{rules.SPACE} {_json(rules, schema, lenient)}", prompt, _SCHEMA)
 
     def regex(self, text: str, prompt: str | None = None) -> Grammar:
-        """The whole answer matches the expression (of Rust's regex crate; "^" and "$" around it are ignored)."""
+        """The whole answer matches the expression, in the syntax of Rust's regex crate. "^" and "$" around it are
+        ignored."""
         import llguidance
 
         rules = Rules(self._control)
@@ -101,14 +102,15 @@ class Grammars:
         return self._grammar(rules, rules.rule(f"/{terminal}/" if terminal else '""'), prompt, "the regular expression")
 
     def grammar(self, text: str, prompt: str | None = None) -> Grammar:
-        """The rule `root` of a grammar in GBNF (llama.cpp's), or the rule `start` of one in Lark."""
+        """The answer matches the rule `root` of a grammar in GBNF (llama.cpp's), or the rule `start` of a grammar in
+        Lark."""
         _check_text(text, _GRAMMAR)
         if _LARK.search(text):
             return self.lark(text, prompt)
         return self._grammar(Rules(self._control), "@answer", prompt, "the grammar in GBNF", gbnf.to_lark(text))
 
     def lark(self, text: str, prompt: str | None = None) -> Grammar:
-        """The rule `start` of a grammar in llguidance's dialect of Lark."""
+        """The answer matches the rule `start` of a grammar in llguidance's dialect of Lark."""
         return self._grammar(Rules(self._control), "@answer", prompt, _GRAMMAR, text)
 
     def tool_calls(
@@ -159,7 +161,7 @@ class Grammars:
         prompt: str | None,
         answer: Mapping[str, Any] | None,
     ) -> Grammar:
-        """schemas: of the arguments, by the tool's name."""
+        """schemas: the schemas of the arguments by the tool's name."""
         rules, what = Rules(self._control), "the schema of a tool"
         try:
             calls = call_grammar(
@@ -170,7 +172,7 @@ class Grammars:
         text = rules.TEXT if answer is None else f"{rules.SPACE} {_json(rules, answer)}"
         if isinstance(found, HarmonyCalls):
             free = answer is None
-            if prompt is None:  # within the message that is the answer: calls are messages after it
+            if prompt is None:  # the prompt ends inside the message of the answer, so calls are messages after it
                 after = f"{rules.literal(_NEXT)} {self._turn(rules, calls.calls, free)}"
                 start = f"{rules.TEXT if free else ''} {after} | {text}" if auto else after
             else:
@@ -187,7 +189,7 @@ class Grammars:
         return self._grammar(rules, start, prompt, what, free=answer is None)
 
     def _usable(self, tool: Tool) -> Mapping[str, Any]:
-        """The tool's schema, or that of any object if it cannot be used. UserError for that of a strict tool."""
+        """The schema of the tool; if it cannot be used, that of any object. Raises UserError if the tool is strict."""
         rules = Rules(self._control)
         what = f"the schema of the tool {tool.name}"
         try:
@@ -198,13 +200,13 @@ class Grammars:
             return _ANY
         return tool.parameters or _ANY
 
-    # ---- after the model's thinking
+    # ---- the answer after the model's thinking
 
     def _grammar(
         self, rules: Rules, answer: str, prompt: str | None, what: str, nested: str = "", free: bool = False
     ) -> Grammar:
-        """The grammar of `answer`, after thinking if the model may think; free: which may be all, and its
-        marks may be spelled."""
+        """The grammar of `answer`, after thinking if the model may think. free: the thinking may be the whole answer,
+        and its marks may be written with ordinary tokens."""
         if prompt is None:
             return self._compile(rules, answer, what, nested)
         if isinstance(self._thinking, reasoning.Harmony):
@@ -224,8 +226,8 @@ class Grammars:
 
     @staticmethod
     def _turn(rules: Rules, last: str, free: bool) -> str:
-        """Harmony: messages of thinking, then `last`, after a prompt that ends within a message's header. free: it may
-        end in its thinking."""
+        """Harmony: messages of thinking, then `last`. The prompt ends inside the header of a message. free: the answer
+        may end in the thinking."""
         header = f'{rules.literal("<|channel|>")} ("analysis" | "commentary") {rules.literal("<|message|>")}'
         thought = rules.rule(f"{header} {rules.TEXT}")
         end = f" | {thought}" if free else ""
@@ -233,14 +235,14 @@ class Grammars:
 
     @staticmethod
     def _final(rules: Rules, answer: str) -> str:
-        """Harmony: the message that is the answer."""
+        """Harmony: the message with the answer."""
         kind = f'(" "? {rules.literal("<|constrain|>")} "json")?'
         return f"{rules.literal('<|channel|>final')} {kind} {rules.literal('<|message|>')} {answer}"
 
     # ---- compiling
 
     def _compile(self, rules: Rules, start: str, what: str, nested: str = "") -> Grammar:
-        """what: name for errors. nested: the text of the grammar "answer"."""
+        """Compiles a grammar. what: its name in errors. nested: the text of the grammar "answer"."""
         source = _source(rules, start, what, nested)
         with self._lock:
             if source in self._compiled:
@@ -255,13 +257,13 @@ class Grammars:
         return grammar
 
     def _check(self, source: str, what: str) -> None:
-        """UserError for a grammar that must not be compiled here."""
+        """Raises UserError for a grammar that failed its trial, and must not be compiled in this process."""
         key = hashlib.blake2b(source.encode()).digest()
         with self._lock:
             problem = self._problems.get(key)
         if problem is None:
             problem = self._trial.problem(source)
-            if problem != TOO_MUCH:  # that may be due to other load of the machine
+            if problem != TOO_MUCH:  # other load of the machine may also have caused TOO_MUCH
                 with self._lock:
                     self._problems[key] = problem
                     while len(self._problems) > _CHECKED:
@@ -276,13 +278,13 @@ class Grammars:
             if self._tables is None:
                 self._tables = self._read_vocabulary()
         matcher = llguidance.LLMatcher(self._tables, source, log_level=0, limits=limits())
-        matcher.compute_bitmask()  # the first one takes longest, and is copied
+        matcher.compute_bitmask()  # the first mask takes longest; copies of the matcher share this work
         if matcher.is_error():
             raise UserError(f"{what} cannot be used: {shown(matcher.get_error(), what == _GRAMMAR)}")
         return matcher
 
     def _read_vocabulary(self) -> Any:
-        """llguidance's tables of the vocabulary; logits beyond the tokenizer's tokens are never allowed."""
+        """llguidance's tables of the vocabulary. Logits beyond the tokenizer's tokens are never allowed."""
         import llguidance
 
         tokens = self._tokenizer.vocabulary() + [b""] * (self._vocab - self._tokenizer.vocab_size)
@@ -291,7 +293,7 @@ class Grammars:
 
 
 def _check_text(text: str, what: str) -> None:
-    """UserError for a text that is too large, or none: JSON allows half a character."""
+    """Raises UserError for a text that is too large or not valid Unicode (JSON allows lone surrogates)."""
     if len(text) > _MAX_CHARACTERS:
         raise UserError(f"{what} cannot be used: it is larger than {_MAX_CHARACTERS} characters")
     try:
@@ -301,7 +303,7 @@ def _check_text(text: str, what: str) -> None:
 
 
 def _source(rules: Rules, start: str, what: str, nested: str = "") -> str:
-    """The grammar as llguidance takes it. UserError for one that is too large."""
+    """The grammar in the form for llguidance. Raises UserError if it is too large."""
     grammars = [{"name": "all", "lark_grammar": rules.source(start)}]
     grammars += [{"name": "answer", "lark_grammar": nested}] if nested else []
     source = json.dumps({"grammars": grammars})
@@ -311,7 +313,7 @@ def _source(rules: Rules, start: str, what: str, nested: str = "") -> str:
 
 
 def _json(rules: Rules, schema: object, lenient: bool = False) -> str:
-    """The expression for a schema. UserError for an invalid one."""
+    """The expression for a schema. Raises UserError for an invalid schema."""
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping):

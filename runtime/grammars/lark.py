@@ -1,7 +1,7 @@
 """Writes grammars in llguidance's dialect of Lark (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md).
 
-In:  texts, which may contain control tokens of the vocabulary, and JSON schemas.
-Out: expressions, as strings, to be combined (" " sequence, "|" choice, "?", "*"), and `source`, the whole grammar.
+In: texts, which may contain control tokens of the vocabulary, and JSON schemas. Out: expressions, as strings that
+callers combine (" " sequence, "|" choice, "?", "*"), and `source`, the whole grammar.
 """
 
 import json
@@ -12,10 +12,10 @@ from typing import Any
 from mlc_amd.runtime.calls.tools import target
 from mlc_amd.runtime.errors import shorten
 
-# White space in JSON: that of indented text, as in llama.cpp. Without a limit a model could fill the context with it.
+# White space in JSON: that of indented text, as in llama.cpp. Without limits, a model could fill the context with it.
 JSON_SPACE = r" |\n{1,2}[ \t]{0,20}"
-# no_forcing: else masks allow only tokens that the tokenizer encodes text that must follow to, which is not the inverse
-# of decoding where it adds a space before a text.
+# no_forcing: without it, where a text must follow, masks would only allow the tokens that the tokenizer encodes it to.
+# These are wrong if the tokenizer adds a space before a text.
 _END = r"""
 %llguidance {"no_forcing": true}
 TEXT: /(.|\n)*/
@@ -32,53 +32,54 @@ class ControlTokens:
         self._pattern = re.compile(f"({'|'.join(map(re.escape, texts)) or '(?!)'})")
 
     def split(self, text: str) -> list[str]:
-        """The text divided into control tokens and what is between them."""
+        """The text, divided into control tokens and the texts between them."""
         return [part for part in self._pattern.split(text) if part]
 
 
 class Rules:
-    """The rules of one grammar. TEXT is any text without control tokens, `SPACE?` white space."""
+    """The rules of one grammar. TEXT is any text without control tokens; `SPACE?` is white space."""
 
     TEXT, SPACE = "TEXT", "SPACE?"
 
     def __init__(self, control: ControlTokens) -> None:
         self._control = control
-        self._names: dict[str, str] = {}  # by what follows the name
+        self._names: dict[str, str] = {}  # names by the definition that follows them
 
     def rule(self, body: str, options: str = "") -> str:
-        """The name of a rule."""
+        """Adds a rule, if it does not exist. Returns its name."""
         return self._names.setdefault(f"{options}: {body}", f"r{len(self._names)}")
 
     def literal(self, text: str) -> str:
-        """Exactly this text, with its control tokens."""
+        """The expression for exactly this text, with its control tokens."""
         ids = self._control.ids
         parts = self._control.split(text)
         return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False) for part in parts)
 
     def mark(self, text: str, before: str = "") -> str:
-        """`before`, then a mark, at its first occurrence."""
+        """The expression for `before`, then the first occurrence of a mark."""
         lazy = not any(part in self._control.ids for part in self._control.split(text))
         return self.rule(f"{before} {self.literal(text)}", "[lazy]" if lazy else "")
 
     def spelled(self, text: str, before: str = "") -> str:
-        """`mark`, whose control tokens may also be written with ordinary tokens, as parsers of answers read them."""
+        """`mark`, but its control tokens may also be written with ordinary tokens. Parsers of answers accept both."""
         ordinary = self.rule(f"{before} {json.dumps(text, ensure_ascii=False)}", "[lazy]")
         return self.choice((self.mark(text, before), ordinary))
 
     def without(self, text: str) -> str:
-        """Any text in which this one is not."""
+        """The expression for any text that does not contain this one."""
         pattern = "".join(f"\\x{{{ord(char):x}}}" for char in text)
         return self._names.setdefault(f": {self.TEXT} & ~/(.|\\n)*{pattern}(.|\\n)*/", f"R{len(self._names)}")
 
     def until(self, text: str) -> str:
-        """Any text up to the first mark, and the mark."""
+        """The expression for any text up to the first mark, and the mark."""
         return self.mark(text, self.TEXT)
 
     def choice(self, options: Iterable[str]) -> str:
         return self.rule(" | ".join(dict.fromkeys(options)))
 
     def json(self, schema: Mapping[str, Any], lenient: bool = False) -> str:
-        """A JSON value of that schema (`closed`). lenient: keywords that cannot be enforced are ignored."""
+        """The expression for a JSON value of this schema (`closed`). lenient: keywords that cannot be enforced are
+        ignored."""
         settings = {"whitespace_pattern": JSON_SPACE, "lenient": lenient}
         possible = _mapped(schema, _possible)
         if possible is False:
@@ -86,36 +87,36 @@ class Rules:
         return self.rule("%json " + json.dumps({**closed(possible), "x-guidance": settings}, ensure_ascii=False))
 
     def source(self, start: str) -> str:
-        """The grammar with the expression `start`."""
+        """The text of the grammar that begins with the expression `start`."""
         return "\n".join([f"start: {start}", *(f"{name}{body}" for body, name in self._names.items()), _END])
 
 
-# Keywords that hold a schema, a list of schemas, and schemas by name.
+# Keywords whose value is a schema, a list of schemas, or schemas by name.
 _ONE = ("additionalProperties", "additionalItems", "contains", "else", "if", "items", "not", "propertyNames", "then",
         "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
-# Keywords whose schemas are for the same value.
+# Keywords whose schemas apply to the same value.
 _SAME = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
 # Keywords that combine schemas, and keywords that do not restrict values.
 _COMBINING = ("$ref", "$dynamicRef", "anyOf", "oneOf", "allOf", "if")
 _SILENT = {"$defs", "definitions", "$schema", "$id", "$anchor", "$comment", "title", "description", "default",
            "examples", "deprecated", "readOnly", "writeOnly", "nullable", "discriminator", "x-guidance"}  # fmt: skip
-# Keywords that allow properties that are not listed, or may require some.
+# Keywords that allow properties that are not listed, or may require such properties.
 _OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "minProperties",
          "dependentSchemas", "dependentRequired", "dependencies")  # fmt: skip
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema with `additionalProperties: false` in each object that lists properties without a keyword for others.
-    Unchanged where schemas are combined: an object's properties may be listed in several."""
+    """The schema, with `additionalProperties: false` in each object that lists properties and has no keyword for
+    others. Objects in combined schemas do not change, because several schemas may list properties of one object."""
     return dict(schema) if any(map(_combines, _all(schema))) else _mapped(schema, _close)
 
 
 def check_references(schema: Mapping[str, Any]) -> None:
-    """ValueError for a reference that leads back to itself for one value: by references alone, or by schemas that are
-    combined."""
-    checked: set[int] = set()  # ids of schemas; those of the path to the last one are in `path`
+    """Raises ValueError for a reference that leads back to itself for the same value, through references and combined
+    schemas only."""
+    checked: set[int] = set()  # ids of schemas; those on the path to the current one are in `path`
     for begin in _all(schema):
         path, left = {id(begin): begin}, [_same_value(begin, schema)]
         while left:
@@ -133,7 +134,7 @@ def check_references(schema: Mapping[str, Any]) -> None:
 def _same_value(
     schema: Mapping[str, Any], root: Mapping[str, Any], reference: str = ""
 ) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """The schemas that a value of this one is checked with, too, and the last reference that led there."""
+    """The schemas that also apply to a value of this schema, and the last reference that led to them."""
     if isinstance(own := schema.get("$ref"), str) and isinstance(found := target(own, root), Mapping):
         yield found, own
     for keyword in _SAME:
@@ -149,7 +150,7 @@ def _combines(schema: Mapping[str, Any]) -> bool:
 
 
 def _mapped(schema: Any, change: Callable[[dict[str, Any]], Any]) -> Any:
-    """What `change` makes of the schema, once it was applied to those within it."""
+    """Applies `change` to all schemas within the schema, then to the schema itself."""
     if not isinstance(schema, Mapping):
         return schema
     result = dict(schema)
@@ -166,7 +167,8 @@ def _mapped(schema: Any, change: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def _possible(schema: dict[str, Any]) -> Any:
-    """False for a schema that no value matches, as `not` of any value, which llguidance does not know."""
+    """Returns False for a schema that no value matches, such as `not` of any value; llguidance does not recognize
+    it."""
     never = schema.get("not", False)
     return False if never is True or (isinstance(never, Mapping) and not never.keys() - _SILENT) else schema
 
@@ -181,7 +183,7 @@ def _close(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _all(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """The schema, and those within it."""
+    """The schema and all schemas within it."""
     if not isinstance(schema, Mapping):
         return
     yield schema

@@ -1,14 +1,15 @@
-"""Which rules of a context-free grammar can be terminals.
+"""Determines which rules of a context-free grammar can be terminals.
 
-In: rules, as trees of nodes. Out: `divided(rules)`. llguidance reads an answer as lexemes (terminals, and the texts in
-rules), each as long as possible. That is fast, but another language where an earlier end is right: `w ::= [a-z]+` takes
-the "s" of `w "s"`. Rules without recursion are terminals unless that happens: one lexeme may end where another, or
-itself, may go on with a character that what follows begins with. The longer one then becomes a rule, and a text
-characters, all of whose readings llguidance follows; a whole grammar without recursion becomes one terminal.
+In: rules, as trees of nodes. Out: `divided(rules)`. llguidance reads an answer as lexemes (terminals, and texts in
+rules), each as long as possible. This is fast, but it changes the language where a lexeme should end earlier: `w ::=
+[a-z]+` takes the "s" of `w "s"`. So rules without recursion become terminals unless this can happen: one lexeme may end
+at a place where the same or another lexeme may continue with a character that can also begin what follows. Then the
+longer lexeme becomes a rule (a text becomes single characters), and llguidance follows all its readings. A grammar
+without any recursion becomes one terminal.
 
-What may go on is found with the lexemes' automata (Glushkov's; a repetition may have any length in them). A grammar for
-which that takes too long has no terminals: its masks take longer (some 20 ms with 152,000 tokens), its language is the
-same.
+Automata of the lexemes (Glushkov's, in which a repetition may have any length) show where lexemes may continue. If this
+analysis takes too long, the grammar has no terminals: its masks take longer (about 20 ms with 152,000 tokens), but its
+language is the same.
 """
 
 from collections import defaultdict
@@ -17,15 +18,15 @@ from dataclasses import dataclass, replace
 from json import dumps
 from typing import Any
 
-Ranges = tuple[tuple[int, int], ...]  # of characters, both ends included
+Ranges = tuple[tuple[int, int], ...]  # ranges of characters, both ends included
 
-_MOST_STEPS = 2_000_000  # of some microseconds; enough for 70,000 characters of rules for JSON objects
-_READ = 10  # steps for a character of the automaton
+_MOST_STEPS = 2_000_000  # limit; a step takes some microseconds. Enough for 70,000 characters of rules for JSON objects
+_READ = 10  # steps that a character of the automaton counts
 
 
 @dataclass(frozen=True)
 class Chars:
-    """Characters of these classes in a row. text: in Lark."""
+    """A sequence of characters of these classes. text: in Lark."""
 
     classes: tuple[Ranges, ...]
     text: str
@@ -37,7 +38,7 @@ class Chars:
 
 @dataclass(frozen=True)
 class Special:
-    """A token. text: in Lark."""
+    """A control token. text: in Lark."""
 
     text: str
 
@@ -61,7 +62,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Repeat:
-    """high: None: no limit. text: what follows the body in Lark."""
+    """A repetition. high: None: no limit. text: what follows the body in Lark."""
 
     body: "Node"
     low: int
@@ -75,8 +76,8 @@ Leaf = Chars | Special | Name
 
 @dataclass(frozen=True)
 class Divided:
-    """rules: bodies by name; named: the names in them that are terminals; terminals: bodies of these, and of those that
-    they refer to, which are terminals all."""
+    """The result. rules: bodies by name. named: the names in them that are terminals. terminals: the bodies of these,
+    and of the terminals to which they refer."""
 
     rules: dict[str, Node]
     named: frozenset[str]
@@ -84,11 +85,11 @@ class Divided:
 
 
 class _TooLarge(Exception):
-    """A grammar that takes too many steps."""
+    """The analysis of a grammar takes too many steps."""
 
 
 class _Steps:
-    """Counts steps. _TooLarge after _MOST_STEPS."""
+    """Counts steps. Raises _TooLarge after _MOST_STEPS."""
 
     def __init__(self) -> None:
         self._left = _MOST_STEPS
@@ -100,7 +101,8 @@ class _Steps:
 
 
 def divided(rules: Mapping[str, Node]) -> Divided:
-    """See the module's docstring. The grammar begins with the rule `root`; those that it does not use are left out."""
+    """Divides a grammar into rules and terminals; see the module's docstring. It begins with the rule `root`. Unused
+    rules are left out."""
     made = {name: rules[name] for name in _used(["root"], rules)}
     regular, steps = _regular(made), _Steps()
     named = regular - {"root"}
@@ -136,7 +138,7 @@ def _leaves(node: Node) -> Iterator[Leaf]:
 
 
 def _used(names: list[str], rules: Mapping[str, Node]) -> list[str]:
-    """These, and all that they refer to."""
+    """These names, and all names to which they refer."""
     found, left = dict.fromkeys(names), list(names)
     while left:
         for leaf in _leaves(rules[left.pop()]):
@@ -147,7 +149,7 @@ def _used(names: list[str], rules: Mapping[str, Node]) -> list[str]:
 
 
 def _regular(rules: Mapping[str, Node]) -> set[str]:
-    """The rules without recursion and tokens."""
+    """The names of the rules without recursion and without control tokens."""
     refers = {name: [leaf for leaf in _leaves(body) if not isinstance(leaf, Chars)] for name, body in rules.items()}
     users = defaultdict[str, list[str]](list)
     waits = {name: len(leaves) for name, leaves in refers.items()}
@@ -165,7 +167,7 @@ def _regular(rules: Mapping[str, Node]) -> set[str]:
 
 
 def _split(node: Node, texts: Collection[Leaf]) -> Node:
-    """With these texts as one of each of their characters."""
+    """The node, in which each of these texts is replaced by a sequence of single characters."""
     if isinstance(node, Series):
         return Series(tuple(_split(part, texts) for part in node.parts))
     if isinstance(node, Choice):
@@ -177,7 +179,7 @@ def _split(node: Node, texts: Collection[Leaf]) -> Node:
     return node
 
 
-# ---- what lexemes have in common
+# ---- where lexemes overlap
 
 Edges = tuple[
     bool, frozenset, frozenset
@@ -186,7 +188,8 @@ _EMPTY: Edges = (True, frozenset(), frozenset())
 
 
 def _edges(node: Node, leaf: Callable[[Leaf], Edges], after: dict[Any, set], steps: _Steps) -> Edges:
-    """leaf: those of a leaf; after: what may follow each, to which this adds."""
+    """The edges of a node. leaf: returns the edges of a leaf. after: what may follow each leaf; this function adds to
+    it."""
     if isinstance(node, Repeat):
         empty, first, last = _edges(node.body, leaf, after, steps)
         steps.take(len(first) * len(last))
@@ -212,21 +215,21 @@ def _edges(node: Node, leaf: Callable[[Leaf], Edges], after: dict[Any, set], ste
 
 
 class _Lexemes:
-    """rules: of the grammar, without terminals; bodies: of all rules; named: those that are terminals. _TooLarge of all
-    methods where these take more than `steps`."""
+    """rules: of the grammar, without terminals. bodies: of all rules. named: the rules that are terminals. All methods
+    raise _TooLarge if they take too many `steps`."""
 
     def __init__(
         self, rules: dict[str, Node], bodies: Mapping[str, Node], named: Collection[str], steps: _Steps
     ) -> None:
         self._steps = steps
         self._bodies, self._classes, self._owners = bodies, list[Ranges](), list[Leaf]()
-        self._after = defaultdict[int, set[int]](set)  # of characters in lexemes, by number
+        self._after = defaultdict[int, set[int]](set)  # which characters follow a character in a lexeme, by number
         leaves = {leaf for body in rules.values() for leaf in _leaves(body)}
         self._lexemes = {leaf: self._edges(leaf) for leaf in leaves if isinstance(leaf, Chars) or leaf.text in named}
         self._follow = self._follows(rules)
 
     def _edges(self, lexeme: Leaf) -> Edges:
-        """By numbers of characters."""
+        """The edges of a lexeme, as numbers of characters."""
 
         def leaf(node: Leaf) -> Edges:
             self._steps.take(_READ)
@@ -258,7 +261,7 @@ class _Lexemes:
 
         before = None
         while before != (before := (dict(known), sum(map(len, after.values())))):
-            for name, body in reversed(rules.items()):  # mostly those that are used before those that use them
+            for name, body in reversed(rules.items()):  # used rules mostly come before the rules that use them
                 known[name] = _edges(body, leaf, after, self._steps)
         firsts = {one: [self._classes[i] for i in edges[1]] for one, edges in self._lexemes.items()}
         return {
@@ -267,7 +270,7 @@ class _Lexemes:
         }
 
     def longer(self) -> set[Leaf]:
-        """The lexemes that are read too far."""
+        """The lexemes that may be read too far."""
         lasts = {i for _, _, last in self._lexemes.values() for i in last}
         found, known = set[Leaf](), set[frozenset[int]]()
         left = [frozenset(i for _, first, _ in self._lexemes.values() for i in first)]
@@ -285,7 +288,7 @@ class _Lexemes:
         return found
 
     def _read(self, numbers: frozenset[int]) -> Iterator[frozenset[int]]:
-        """Which of these characters are read together, by one character or another."""
+        """The sets of these characters that the same input character can match."""
         begins, ends = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
         for number in numbers:
             for low, high in self._classes[number]:
@@ -299,7 +302,7 @@ class _Lexemes:
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """In order, without overlaps and neighbours."""
+    """The ranges, sorted; overlapping and adjacent ranges are joined."""
     found: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if found and low <= found[-1][1] + 1:

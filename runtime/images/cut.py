@@ -1,8 +1,8 @@
-"""A picture -> the tiles that an encoder sees: resized, padded, cut and normalized.
+"""Preprocessing: turns a picture into the tiles that an encoder gets: resized, padded, cut and normalized.
 
-In:  a PIL image of mode RGB, and `Parameters`, the numbers of the encoder's file. Out: `Tiles`. One function for each
-     kind of preprocessing, which `projectors.py` chooses, exact as llama.cpp's (`sizes.py`); its resizing is Pillow's.
-UserError for a picture so narrow that it would become a picture of no or of too many pixels.
+In: a PIL image of mode RGB, and `Parameters`, numbers from the encoder's file. Out: `Tiles`. There is one function for
+each kind of preprocessing; `projectors.py` chooses it. Sizes are exactly llama.cpp's (`sizes.py`), resizing is
+Pillow's. Raises UserError for a picture so narrow that the result would have no or too many pixels.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,17 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.images import sizes
 from mlc_amd.runtime.images.sizes import Size
 
-MOST_PIXELS = 1 << 24  # of a resized picture: more than any encoder takes of one that is not extremely narrow
+MOST_PIXELS = 1 << 24  # limit for a resized picture; only extremely narrow pictures exceed it
 
 Colour = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """side, patch, step: pixels of the edge of the encoder's square picture, of a patch, of a token. least, most:
-    pixels of a picture with a shape of its own, longest: its longer edge (0: no limit). grids: resolutions before
-    cutting. resample: for whole pictures. pad: the colour around them, None: they are stretched."""
+    """side, patch, step: edge in pixels of the encoder's square picture, of a patch, and of the square that becomes a
+    token. least, most: limits of the pixels of a picture that keeps its shape. longest: its longer edge, 0: no limit.
+    grids: resolutions before cutting. resample: the filter for whole pictures. pad: the colour around pictures; None:
+    they are stretched."""
 
     side: int
     patch: int
@@ -41,7 +42,7 @@ class Parameters:
     pad: Colour | None = (0, 0, 0)
 
     def normalized(self, picture: Image) -> np.ndarray:
-        """float32 [3, height, width]."""
+        """The normalized picture, float32 [3, height, width]."""
         values = np.ascontiguousarray(np.asarray(picture).transpose(2, 0, 1), np.float32)
         mean, std = (np.array(each, np.float32)[:, None, None] for each in (self.mean, self.std))
         values /= np.float32(255)
@@ -51,19 +52,19 @@ class Parameters:
 
 
 class Tile(NamedTuple):
-    """A picture; side: the edge of the square that it becomes by linear interpolation, without a filter against
-    aliasing, once it is normalized; 0: it stays as it is."""
+    """A picture. side: after normalization it is resized to a square with this edge, by linear interpolation without
+    antialiasing; 0: it stays as it is."""
 
     picture: Image
     side: int = 0
 
     @property
     def content(self) -> bytes:
-        """What its pixels depend on besides `Parameters`."""
+        """Bytes that determine the pixels together with `Parameters`."""
         return f"{self.picture.size} {self.side} ".encode() + self.picture.tobytes()
 
     def pixels(self, of: Parameters) -> np.ndarray:
-        """float32 [3, height, width]."""
+        """The normalized pixels, float32 [3, height, width]."""
         values: Any = of.normalized(self.picture)
         if not self.side or self.picture.size == (self.side, self.side):
             return values
@@ -79,8 +80,8 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiles:
-    """whole: the picture as one tile, of models that mark it as such, None for others; parts: its parts by rows,
-    `columns` in each."""
+    """whole: the whole picture as one tile, for models that mark this tile; None for others. parts: tiles of parts of
+    the picture, row by row. columns: their number in a row."""
 
     whole: Tile | None = None
     parts: list[Tile] = field(default_factory=list)
@@ -88,12 +89,13 @@ class Tiles:
 
 
 def resized(picture: Image, size: Size, resample: Resampling, pad: Colour | None = None) -> Image:
-    """pad: keeps the picture's shape, in the middle, with this colour around it; None: it is stretched."""
+    """Resizes a picture. pad: keeps its shape, centered, with this colour around it; None: it is stretched."""
     _check(picture, size, MOST_PIXELS)
     if picture.size == size:
         return picture
     if pad is None:
-        # Rows first, then columns: new versions of Pillow choose the order themselves, and the order rounds otherwise.
+        # Rows first, then columns: new versions of Pillow choose the order themselves, and rounding depends on the
+        # order.
         _check(picture, (size[0], picture.height), 4 * MOST_PIXELS)
         return picture.resize((size[0], picture.height), resample).resize(size, resample)
     inner = sizes.within(picture.size, size)
@@ -108,18 +110,19 @@ def _check(picture: Image, size: Size, most: int) -> None:
 
 
 def square(picture: Image, of: Parameters) -> Tiles:
-    """One square."""
+    """One square tile."""
     return Tiles(parts=[Tile(resized(picture, (of.side, of.side), of.resample, of.pad))])
 
 
 def own_shape(picture: Image, of: Parameters) -> Tiles:
-    """One picture of about its own shape and size."""
+    """One tile of about the picture's shape and size."""
     size = sizes.fitted(picture.size, of.step, of.least, of.most, of.longest)
     return Tiles(parts=[Tile(resized(picture, size, of.resample, of.pad))])
 
 
 def grid(picture: Image, of: Parameters) -> Tiles:
-    """A square of the whole, and squares of the resolution among `grids` that suits it best, unless it is small."""
+    """A square tile of the whole picture and, unless the picture is small, square tiles of the picture at the
+    resolution of `grids` that suits it best."""
     whole = Tile(resized(picture, (of.side, of.side), Resampling.BICUBIC))
     if max(picture.size) <= of.side:
         return Tiles(whole)
@@ -129,7 +132,7 @@ def grid(picture: Image, of: Parameters) -> Tiles:
 
 
 def slices(picture: Image, of: Parameters) -> Tiles:
-    """MiniCPM-V: the whole, and up to nine slices in the picture's shape."""
+    """MiniCPM-V: the whole picture, and up to nine slices of about its shape."""
     size, side = picture.size, of.side
     shaped = of.step == 2 * of.patch and size[0] * size[1] <= side * side
     if shaped or max(size) <= side:
@@ -143,7 +146,7 @@ def slices(picture: Image, of: Parameters) -> Tiles:
 
 
 def lfm2(picture: Image, of: Parameters) -> Tiles:
-    """One picture of about its own shape, or tiles of 512 pixels and that."""
+    """LFM2: one tile of about the picture's shape; for a large picture this, and tiles of 512 x 512 pixels."""
     whole = own_shape(picture, replace(of, pad=None)).parts
     edges = [max(of.patch, round(edge / of.step) * of.step) for edge in picture.size]
     if edges[0] * edges[1] <= of.most * 2:
@@ -155,14 +158,14 @@ def lfm2(picture: Image, of: Parameters) -> Tiles:
 
 
 def idefics3(picture: Image, of: Parameters) -> Tiles:
-    """Squares of the picture enlarged to `longest`, and the whole as a square."""
+    """Idefics3: square tiles of the picture, enlarged to `longest`, and the whole picture as a square tile."""
     side = of.side
     if of.longest:
         picture = resized(picture, sizes.idefics3_size(picture.size, of.longest), of.resample)
         size = -(-picture.width // side) * side, -(-picture.height // side) * side
         refined = resized(picture, size, of.resample)
         whole = resized(refined, (side, side), of.resample)
-    else:  # old files
+    else:  # files without this key
         size = sizes.fitted(picture.size, side)
         refined = resized(picture, size, Resampling.BICUBIC, of.pad)
         whole = resized(picture, (side, side), Resampling.BICUBIC)
@@ -170,13 +173,14 @@ def idefics3(picture: Image, of: Parameters) -> Tiles:
 
 
 def glimmer(picture: Image, of: Parameters) -> Tiles:
-    """One picture of whole tokens closest to its own shape."""
+    """Muse Glimmer: one tile with the grid of tokens whose shape is closest to the picture's."""
     size = sizes.glimmer_size(picture.size, of.step, of.most // (of.step * of.step))
     return Tiles(parts=[Tile(resized(picture, size, of.resample))])
 
 
 def step3(picture: Image, of: Parameters) -> Tiles:
-    """The whole as a square, and windows of a large or a long picture. Both are resized after normalization."""
+    """Step3-VL: the whole picture as a square, and windows of a large or long picture. Both are resized after
+    normalization."""
     shape = picture.width / picture.height
     if min(picture.size) < 32 and (shape > 4 or shape < 1 / 4):
         side = max(picture.size)

@@ -1,9 +1,9 @@
-"""Encodes images on the device of an artifact: pixels in, the rows of features that take the place of tokens out.
+"""Encodes images on the device of an artifact. In: pixels. Out: rows of features, which take the place of tokens.
 
-Several images share a run, packed one after the other into the smallest function that holds them (layout.py). What
-depends on an image's shape only takes long for a large one: `prepare` computes it in the thread of a request, and it is
-kept as long as the image, and for the next one of that shape. Several threads put a run's patches where the device
-takes them, and copy the features that it has made.
+A run encodes several images, packed one after the other into the smallest function that holds them (layout.py). Inputs
+that depend only on an image's shape take long to compute for a large image. `prepare` computes them in the thread of
+the request; they are kept as long as the image, and for further images of that shape. Several threads write a run's
+patches to the device's memory, and copy the features from there.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -23,15 +23,16 @@ from mlc_amd.runtime.images.layout import Layout, angles, layout, neighbours, pa
 from mlc_amd.runtime.images.prepared import PreparedImage
 from mlc_amd.runtime.images.threads import begin, parts, share, wait
 
-_AT_ONCE = 4096  # patches of a run of images that are not small: with more of them activations fill no cache any more
-_PATCHES = 1024  # of which a thread puts the pixels into place: to start it takes as long as a few hundred
-_SHAPES = 16  # of which what is computed is kept without their images: tiles of one picture have few
+# limit of patches in a run of several images that are not small: with more, activations no longer fit the caches
+_AT_ONCE = 4096
+_PATCHES = 1024  # patches whose pixels one thread writes; starting a thread takes as long as a few hundred
+_SHAPES = 16  # number of shapes whose inputs are kept without their images; the tiles of a picture have few shapes
 _TABLE, _CLASS, _BREAK, _BIAS = "v.position_embd.weight", "v.class_embd", "v.token_embd.img_break", "v.patch_embd.bias"
 
 
 class ImageEncoder:
-    """The encoder of an artifact that has one, on its open device. One thread at a time, but for `prepare`; steps of
-    the decoder and other encodings only between two pieces. UserError for an artifact without an encoder."""
+    """The encoder of an artifact, on its open device. Only `prepare` is thread-safe. Steps of the decoder and other
+    encodings may only run between two pieces of a run. Raises UserError for an artifact without an encoder."""
 
     def __init__(self, artifact, device):
         vision = artifact.manifest.get("vision")
@@ -40,7 +41,7 @@ class ImageEncoder:
         self.vision, self._device = vision, device
         self._each = vision["merge"] ** 2
         self._functions = sorted((patches, name) for name, patches in vision["buckets"].items())
-        self.most = self._functions[-1][0]  # patches of a run
+        self.most = self._functions[-1][0]  # patches of the largest run
         functions = artifact.manifest["functions"]
         self._cut = {name: segments(functions, name, PIECE) for _, name in self._functions}
         weights: Any = artifact.weights
@@ -49,22 +50,24 @@ class ImageEncoder:
         }
         self._of = lru_cache(_SHAPES)(self._shape)
         self._prepared: WeakKeyDictionary[PreparedImage, _Shape] = WeakKeyDictionary()
-        # of whose places the device has the inputs: the function's patches, and those of each image
+        # what the inputs of places on the device belong to: the function's patches, and (height, width) of each image
         self._written: tuple[int, list[tuple[int, int]]] | None = None
-        self._writing: list[Future] = []  # of `_memory`
-        self._begun: object = None  # the run of which the device has intermediate results
+        self._writing: list[Future] = []  # writes to the arrays of `_memory`
+        self._begun: object = None  # the run whose intermediate results the device has
         entry = artifact.manifest["io"][ENCODED]
         self._columns, self._type = entry["shape"][1], np.dtype(entry["dtype"])
 
     def encode(self, images: Sequence[PreparedImage]) -> list[np.ndarray]:
-        """Of each image float32 or float16 [rows, columns]. UserError for an image that the encoder cannot take."""
+        """The features of each image, float32 or float16 [rows, columns]. Raises UserError for an image that the
+        encoder cannot take."""
         return [*chain(*self._runs(self._groups(images, self.most, min(self.most, _AT_ONCE)), lambda: False))]
 
     def pieces(
         self, images: Sequence[PreparedImage], busy: Callable[[], bool]
     ) -> Generator[None, None, list[np.ndarray]]:
-        """`encode` in pieces, with other work of the device between them: pieces of a function, or while nobody is
-        `busy` as many as the smallest function has. Returns what `encode` returns."""
+        """`encode` in pieces: after each `yield`, the device may do other work. A piece is a piece of a function; while
+        not `busy`, as many pieces as the smallest function has are submitted together. Returns what `encode`
+        returns."""
         found: list[np.ndarray] = []
         smallest, name = self._functions[0]
         for features in self._runs(self._groups(images, smallest, smallest), busy, len(self._cut[name])):
@@ -74,18 +77,19 @@ class ImageEncoder:
         return found
 
     def prepare(self, image: PreparedImage) -> "_Shape":
-        """What encoding an image takes beside its pixels. UserError for an image that the encoder cannot take."""
+        """Everything needed to encode an image except its pixels. Raises UserError for an image that the encoder cannot
+        take."""
         if (found := self._prepared.get(image)) is None:
             found = self._prepared[image] = self._of(*self._patches(image))
         return found
 
     def rows(self, image: PreparedImage) -> int:
-        """Patches that an image takes of a run, with what fills them up: `most` at most."""
+        """The number of rows (patches and padding) that an image takes in a run; at most `most`."""
         return self.prepare(image).of.rows
 
     def _groups(self, images: Sequence[PreparedImage], small: int, large: int) -> Iterator[list[PreparedImage]]:
-        """The images, of up to so many patches at a time, but at least one. small: of images that fit the smallest
-        function; large: of others."""
+        """Groups of consecutive images with limited numbers of patches; at least one image each. small: the limit for
+        images that fit the smallest function. large: the limit for others."""
         group: list[PreparedImage] = []
         filled = 0
         for image in images:
@@ -120,7 +124,8 @@ class ImageEncoder:
         return _Shape(of, inputs, lines, np.array_equal(of.tokens, np.arange(of.rows // self._each)))
 
     def _added(self, of: Layout, height: int, width: int) -> np.ndarray:
-        """Learned positions, and the class token, of which the encoder's own product is the bias."""
+        """The learned positions, and the class token. The encoder adds its bias to all rows, so it is subtracted from
+        the class token's."""
         vision, columns = self.vision, self.vision["io"]["added"]
         table = self._vectors[_TABLE].reshape(-1, columns) if vision["table"] else np.zeros((1, columns), np.float32)
         first = None
@@ -141,9 +146,9 @@ class ImageEncoder:
     def _runs(
         self, groups: Iterable[Sequence[PreparedImage]], busy: Callable[[], bool], most: int | None = None
     ) -> Iterator[list[np.ndarray]]:
-        """The features of each group's images, and [] between pieces of a run: `most` of them are submitted together,
-        None: all, or each by itself while others are busy, to whom its inputs count as one. A run begins again where
-        another one came between its pieces."""
+        """Yields the features of each group's images, and [] between pieces of a run. most: the number of pieces that
+        are submitted together, None: all. While `busy`, they are submitted one by one, and writing the inputs counts as
+        a piece. If another run came between the pieces of a run, it begins again."""
         for run in [self._packed(group) for group in groups]:
             functions, this, done, found = self._cut[run.function], object(), 0, []
             while done < len(functions):
@@ -171,7 +176,8 @@ class ImageEncoder:
         return _Run(images, shapes, starts, size, name)
 
     def _put(self, run: "_Run", patches: np.ndarray) -> None:
-        """The pixels of a run's patches, float32 [patches, columns], of which the first are used."""
+        """Writes the pixels of a run's patches to the first rows and columns of `patches`, float32 [patches,
+        columns]."""
         each = []
         for image, shape, start in run.each():
             for first in range(0, shape.of.rows, _PATCHES):
@@ -182,14 +188,14 @@ class ImageEncoder:
 
     @staticmethod
     def _put_inputs(run: "_Run", key: str, rows: np.ndarray) -> None:
-        """The rows of an input that each shape has its own of."""
+        """Writes an input that belongs to shapes, for all images of a run."""
         copies = []
         for shape, start in zip(run.shapes, run.starts, strict=False):
             copies += zip(parts(rows[start : start + shape.of.rows]), parts(shape.inputs[key]), strict=True)
         share(np.copyto, copies)
 
     def _write(self, run: "_Run") -> None:
-        """The device's inputs."""
+        """Writes the device's inputs."""
         self._device.fill("patches", run.starts[-1], partial(self._put, run))
         written = run.size, [*map(self._patches, run.images)]
         if self._written != written:
@@ -201,21 +207,21 @@ class ImageEncoder:
                 self._device.fill(key, run.starts[-1], partial(self._put_inputs, run, key))
 
     def _write_counts(self, run: "_Run") -> None:
-        """Inputs that steps of the decoder have, too."""
+        """Writes the inputs that steps of the decoder use, too."""
         total = run.starts[-1]
         groups = total // (4 if self.vision["nested"] else self._each)
         self._device.write("state", (0, total, 0, 0))
         self._device.write("answers", (groups, groups, 0, 0))
 
     def _memory(self, run: "_Run") -> list[np.ndarray]:
-        """For the features of each image, written once by threads: the system hands it out then, while the device
-        computes, and not while the features are copied."""
+        """Arrays for the features of each image. Threads write them once while the device computes, so that the system
+        allocates their pages then, and not while the features are copied."""
         found = [np.empty((shape.of.rows // self._each, self._columns), self._type) for shape in run.shapes]
         self._writing = [begin(part.fill, 0.0) for rows in found for part in parts(rows)]
         return found
 
     def _features(self, run: "_Run", found: list[np.ndarray]) -> list[np.ndarray]:
-        """Those of each image, once the run is done, in `_memory`."""
+        """The features of each image, after the run. found: the arrays of `_memory`."""
         rows, copies = self._device.read(ENCODED, run.starts[-1] // self._each), []
         for target, start in zip(found, run.starts, strict=False):
             copies += zip(parts(target), parts(rows[start // self._each :][: len(target)]), strict=True)
@@ -224,7 +230,7 @@ class ImageEncoder:
         return [self._finished(rows, *of) for rows, of in zip(found, run.each(), strict=True)]
 
     def _places(self, run: "_Run") -> dict[str, np.ndarray]:
-        """Inputs that follow from where the images' rows are."""
+        """The inputs that follow from the positions of the images' rows."""
         size, shapes, starts, total, io = run.size, run.shapes, run.starts, run.starts[-1], self.vision["io"]
         segments = np.stack([np.arange(total), np.arange(1, total + 1)], 1).astype(np.int32)
         windows = segments.copy()
@@ -232,7 +238,7 @@ class ImageEncoder:
             segments[start : start + shape.of.live] = start, start + shape.of.live
             windows[start : start + len(shape.of.windows)] = shape.of.windows + start
         rows = {"segments": segments, "windows": windows}
-        if "neighbours" in io:  # rows of the second convolution come after all that the first one may have
+        if "neighbours" in io:  # groups of the second convolution come after all that the first one may have
             found = [neighbours(shape.of) for shape in shapes]
             rows["neighbours"] = table = np.full((size // 4 + total // 16, io["neighbours"]), -1, np.int32)
             for (patches_taken, groups_taken), start in zip(found, starts, strict=False):
@@ -242,8 +248,8 @@ class ImageEncoder:
         return rows
 
     def _finished(self, result: np.ndarray, image: PreparedImage, shape: "_Shape", _: int) -> np.ndarray:
-        """The rows of an image, and those that end each row of tokens but the last, if there are such. result: of each
-        group."""
+        """The rows of an image. If the encoder has line breaks: with one after each row of tokens except the last row.
+        result: a row for each group."""
         found = result if shape.in_order else result[shape.of.tokens]
         if self.vision["breaks"]:
             width = image.pixels.shape[2] // self.vision["patch"] // self.vision["merge"]
@@ -255,8 +261,8 @@ class ImageEncoder:
 
 
 class _Shape(NamedTuple):
-    """Of images of one shape: their layout, the encoder's inputs that follow from it, by name, those of `patch_lines`,
-    and whether each group is a token, in their order."""
+    """What depends on an image's shape only. of: the layout. inputs: the encoder's inputs, by name. lines: see
+    `patch_lines`. in_order: whether token i is group i."""
 
     of: Layout
     inputs: dict[str, np.ndarray]
@@ -265,7 +271,8 @@ class _Shape(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Images that a function of `size` patches encodes together, from these rows on; the last start is their end."""
+    """Images that are encoded together. starts: first row of each image, then the end of the last one. size: patches of
+    the function."""
 
     images: Sequence[PreparedImage]
     shapes: list[_Shape]

@@ -1,6 +1,7 @@
-"""What an encoder made of images: features [rows, columns] by the image's key, those that were used last.
+"""Keeps what an encoder made of images: features [rows, columns] by the image's key, the most recently used ones.
 
-Requests have their images, so features that are not here any more are computed again."""
+Requests keep their images, so features that were dropped are computed again.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -13,29 +14,30 @@ from mlc_amd.runtime.images.prepared import PreparedImage
 from mlc_amd.runtime.images.rows import ImagePart
 from mlc_amd.runtime.images.threads import parts, share
 
-LIMIT = 512 << 20  # bytes: of a model of 4096 columns with three layers of deepstack 8192 rows of float32
+LIMIT = 512 << 20  # bytes: 8192 rows of float32 of a model with 4096 columns and three layers of deepstack
 
 
 class Encoder(Protocol):
     def prepare(self, image: PreparedImage) -> object:
-        """Computes, in any thread, what encoding an image takes beside its pixels."""
+        """Computes everything needed to encode an image except its pixels. Thread-safe."""
         ...
 
     def pieces(
         self, images: Sequence[PreparedImage], busy: Callable[[], bool]
     ) -> Generator[None, None, list[np.ndarray]]:
-        """Encodes images in pieces, smaller ones while others are `busy`. Returns [rows, columns] of each."""
+        """Encodes images in pieces, in smaller ones while `busy`. Returns the features of each image, [rows,
+        columns]."""
         ...
 
 
 class Features:
-    """At most `limit` bytes, but those of the last image in any case. Used by the thread that computes steps, but for
-    `prepare`."""
+    """Keeps features of at most `limit` bytes; those of the last image in any case. Except for `prepare`, only the
+    thread that computes steps may call it."""
 
     def __init__(self, encoder: Encoder | None = None, limit: int = LIMIT) -> None:
         self.encoder = encoder
         self._limit, self._bytes = limit, 0
-        self._found: OrderedDict[bytes, np.ndarray] = OrderedDict()  # those that were used last are at the end
+        self._found: OrderedDict[bytes, np.ndarray] = OrderedDict()  # the most recently used ones are at the end
 
     def __contains__(self, image: PreparedImage) -> bool:
         return image.key in self._found
@@ -52,15 +54,15 @@ class Features:
         return self.encoder
 
     def prepare(self, images: Iterable[PreparedImage]) -> None:
-        """Called by the thread of a request before its images are missed: `encode` takes less long then. UserError
-        for images that the encoder cannot take, and without one."""
+        """Called by a request's thread, so that `encode` takes less time later. Raises UserError for images that the
+        encoder cannot take, and if there is no encoder."""
         for image in images:
             if image not in self:
                 self._needed().prepare(image)
 
     def encode(self, images: Iterable[PreparedImage], busy: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Computes, piece by piece, those of the first image that is not here, and of as many after it as may be here
-        together. UserError without an encoder."""
+        """Computes, piece by piece, the features of the first missing image, and of as many images after it as fit.
+        Raises UserError if there is no encoder."""
         encoder = self._needed()
         missing, rows = list({image.key: image for image in images if image not in self}.values()), 0
         size = max((found.nbytes // len(found) for found in self._found.values()), default=0)
@@ -74,12 +76,13 @@ class Features:
             self.add(image, features)
 
     def require(self, images: Iterable[PreparedImage]) -> None:
-        """Computes the first that are not here: see `encode`."""
+        """Computes the features of the first missing images without a break; see `encode`."""
         for _ in self.encode(images):
             pass
 
     def put(self, chunk: Iterable[ImagePart], first: int, target: np.ndarray) -> None:
-        """Writes [rows, columns] of a step whose chunk begins with row `first`: zeros in the rows of texts."""
+        """Writes the features for a step to `target`, [rows, columns]. chunk: its parts of images. first: the chunk's
+        first row. Rows of texts become zeros."""
         copies, end = [], 0
         for row, image, begin, count in chunk:
             own = self._found[image.key][begin : begin + count]

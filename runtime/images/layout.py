@@ -1,11 +1,12 @@
-"""How the patches of an image become an encoder's input rows, and its output rows the rows of the image.
+"""The layout of an encoder's rows: how the patches of an image become its input rows, and how its output rows become
+the rows (tokens) of the image.
 
 In: the manifest's entry of the encoder (`Vision`), an image's size in patches, learned tables. Out: `Layout`: the order
-of patches, where each token's output is, and what an encoder's functions take for each row.
+of patches, the position of each token's output, and the encoder's inputs for each row.
 
-An image takes rows in groups of merge x merge, a token each: its patches by token, in the order of the tokens or, with
-windows, by window; then the class token, if there is one, in a group of its own. Rows that fill a group up see
-themselves only.
+Rows come in groups of merge x merge patches; a group becomes a token. Groups are in the order of tokens, or with
+windows, window by window. The class token, if there is one, has a group of its own at the end. Rows that only pad a
+group attend to themselves only.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,8 +18,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Layout:
-    """y, x: int [rows], each row's place in the image; -1 where it is no patch. live: rows that see one another.
-    tokens: int [tokens], the group of each token. windows: int32 [rows, 2], first row and end of each row's window."""
+    """y, x: int [rows], the patch of each row; -1 for a row that is no patch. live: number of rows that attend to one
+    another. tokens: int [tokens], the group of each token. windows: int32 [rows, 2], first row and end of each row's
+    window."""
 
     y: np.ndarray
     x: np.ndarray
@@ -32,7 +34,7 @@ class Layout:
 
 
 def layout(vision: Mapping[str, Any], height: int, width: int) -> Layout:
-    """height, width: patches, which make whole groups."""
+    """The layout of an image of height x width patches; both are multiples of `merge`."""
     merge, window = vision["merge"], vision["window"]
     rows, columns = height // merge, width // merge
     ty, tx = (axis.ravel() for axis in np.mgrid[0:rows, 0:columns])
@@ -41,7 +43,7 @@ def layout(vision: Mapping[str, Any], height: int, width: int) -> Layout:
         order = np.lexsort((tx, ty, tx // window, ty // window))
     gy, gx = ty[order], tx[order]
     iy, ix = np.divmod(np.arange(merge * merge), merge)
-    if vision["nested"]:  # 2 x 2 patches follow one another, a window
+    if vision["nested"]:  # each 2 x 2 patches are consecutive, and a window
         number, inner = np.divmod(np.arange(merge * merge), 4)
         iy, ix = number // (merge // 2) * 2 + inner // 2, number % (merge // 2) * 2 + inner % 2
     y, x = (gy[:, None] * merge + iy).ravel(), (gx[:, None] * merge + ix).ravel()
@@ -62,18 +64,19 @@ def layout(vision: Mapping[str, Any], height: int, width: int) -> Layout:
 
 
 def patch_lines(size: int, height: int, width: int, of: Layout) -> np.ndarray:
-    """Where the lines of each row's patch begin: int [rows, 3 * size], by color and line, in lines of `size` pixels of
-    an image of height x width patches. Of rows that are no patch those of the first one."""
+    """Where the lines of each row's patch begin: int [rows, 3 * size], by colour and line; in units of `size` pixels of
+    an image of height x width patches. Rows that are no patch have the lines of the first patch."""
     first = (np.maximum(of.y, 0) * size * width + np.maximum(of.x, 0))[:, None, None]
     color, line = np.ogrid[0:3, 0:size]
     return (first + color * (height * size * width) + line * width).reshape(of.rows, 3 * size)
 
 
 def put_patches(pixels: np.ndarray, lines: np.ndarray, y: np.ndarray, found: np.ndarray) -> None:
-    """Rows of an image float32 [3, height, width] into float32 [rows, 3 * size * size], by color, row and column; 0
-    where a row is no patch. lines, y: of these rows, of `patch_lines` and their layout."""
+    """Copies patches of an image, float32 [3, height, width], to `found`, float32 [rows, 3 * size * size], by colour,
+    row and column; 0 for rows that are no patch. lines, y: of these rows, from `patch_lines` and the layout."""
     line = np.dtype((np.void, found.itemsize * found.shape[1] // lines.shape[1]))
-    # not at once to rows with further columns: numpy would read them first, and a GPU's memory is slow to read
+    # If the target rows have further columns, numpy would read them first, and a GPU's memory is slow to read: so the
+    # patches are put together in host memory.
     rows = found if found.flags.c_contiguous else np.empty(found.shape, found.dtype)
     np.take(pixels.reshape(-1).view(line), lines, out=rows.view(line), mode="clip")
     rows[y < 0] = 0
@@ -82,8 +85,8 @@ def put_patches(pixels: np.ndarray, lines: np.ndarray, y: np.ndarray, found: np.
 
 
 def neighbours(of: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """Rows that convolutions of 3 x 3 with a stride of 2 take, where groups of 2 x 2 follow one another: int32 [rows /
-    4, 9] of each group of patches, and [rows / 16, 9] of each group of these; -1 outside of the image."""
+    """The rows that 3 x 3 convolutions with stride 2 read, where groups of 2 x 2 are consecutive: int32 [rows / 4, 9]
+    for each group of patches, and [rows / 16, 9] for each group of these groups; -1 outside of the image."""
     found, (dy, dx) = [], np.divmod(np.arange(9), 3)
     for each in (1, 4):
         y, x = of.y[::each] // (2 if each > 1 else 1), of.x[::each] // (2 if each > 1 else 1)
@@ -97,12 +100,12 @@ def neighbours(of: Layout) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _taps(name: str, count: int, side: int) -> np.ndarray:
-    """float32 [count, side]: how `count` places along an axis are made of `side` learned ones, as llama.cpp's
-    ggml_interpolate does (ggml-cpu/ops.cpp). Coordinates are float32 there."""
+    """float32 [count, side]: the weights of `side` learned positions for each of `count` positions along an axis, as in
+    llama.cpp's ggml_interpolate (ggml-cpu/ops.cpp), which has float32 coordinates."""
     if count == side and name != "buckets":
         return np.eye(side, dtype=np.float32)
     one, source = np.float32(1), np.arange(side)
-    if name == "buckets":  # SigLIP's positions of images of any shape
+    if name == "buckets":  # SigLIP's positions for images of any shape
         return np.eye(side, dtype=np.float32)[np.arange(count) * side // count]
     if name == "aligned":
         scale = np.float32(count - 1) / np.float32(side - 1) if count > 1 and side > 1 else np.float32(count / side)
@@ -140,10 +143,10 @@ _NEIGHBOURS: dict[str, Callable] = {"linear": _linear, "cubic": _cubic}
 
 
 def positions(vision: Mapping[str, Any], table: np.ndarray, height: int, width: int) -> np.ndarray:
-    """float32 [height, width, columns] of a table float32 [places, columns] without the class token's row. ValueError
-    for a table that has no such places."""
+    """The learned positions of an image, float32 [height, width, columns]. table: float32 [positions, columns], without
+    the class token's row. Raises ValueError if the table does not fit this size."""
     name, columns = vision["table"], table.shape[1]
-    if name == "axes":  # of columns of patches, then of rows
+    if name == "axes":  # first the positions of columns, then those of rows
         x, y = table.reshape(2, -1, columns)
         if max(height, width) > len(x):
             raise ValueError(f"{height} x {width} patches are more than the encoder's {len(x)} along an axis")
@@ -157,8 +160,8 @@ def positions(vision: Mapping[str, Any], table: np.ndarray, height: int, width: 
 
 
 def angles(turns: Mapping[str, Any], columns: int, of: Layout) -> np.ndarray:
-    """float32 [rows, 2 * columns]: cosines, then sines with their signs, of a head's columns. No rotation of rows that
-    are no patches."""
+    """The rotation of each row, float32 [rows, 2 * columns]: cosines, then signed sines, for the columns of a head.
+    Rows that are no patches are not rotated."""
     quarter, span = columns // 4, turns["span"]
     axes = {"x": of.x, "y": of.y}
     along = [np.where(of.y < 0, 0, axes[axis] + turns["first"]) for axis in turns["axes"]]
@@ -168,7 +171,7 @@ def angles(turns: Mapping[str, Any], columns: int, of: Layout) -> np.ndarray:
     column = np.arange(columns)
     if span == columns:
         half, number = column % (columns // 2) // quarter, column % quarter
-    else:  # pairs within a half
+    else:  # pairs are within a half
         half, inner = column // (columns // 2), column % (columns // 2)
         number = inner // 2 if span == 2 else inner % quarter
     found = each[:, half, number]

@@ -1,10 +1,10 @@
 """Decodes pictures: PNG, JPEG, WebP, GIF (its first frame).
 
-In:  a file's bytes, or where they are: a path, a data URL, a PIL image.
-Out: a PIL image of mode RGB, upright (EXIF), transparent parts on white, of 16 bits the higher 8. UserError for what is
-     no such picture, is damaged, or is over a limit; the header is checked before anything is decoded.
+In: the bytes of a file, or a path, a data URL or a PIL image. Out: a PIL image of mode RGB: upright (EXIF), with
+transparent parts on white, and the upper 8 bits of 16-bit grey. Raises UserError for other files, damaged files, and
+files over a limit; the header is checked before anything is decoded.
 
-One picture is decoded at a time: `MOST_PIXELS` bound the memory of all threads together.
+One picture is decoded at a time, so `MOST_PIXELS` limits the memory of all threads together.
 """
 
 import base64
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-BEGINNINGS = (b"\x89PNG", b"\xff\xd8", b"RIFF", b"GIF8")  # of their files
-MOST_BYTES = 32 << 20  # of a file
-MOST_PIXELS = 1 << 26  # of a picture: 268 MB decoded, as Pillow has 4 bytes a pixel
-MOST_PICTURES = 64  # of a conversation
+BEGINNINGS = (b"\x89PNG", b"\xff\xd8", b"RIFF", b"GIF8")  # the first bytes of such files
+MOST_BYTES = 32 << 20  # limit of a file
+MOST_PIXELS = 1 << 26  # limit of a picture: 268 MB decoded, as Pillow has 4 bytes a pixel
+MOST_PICTURES = 64  # limit of a conversation
 _ADVICE = "give a PNG, JPEG, WebP or GIF file"
 _DECODING = threading.Lock()
 
 
 def picture_bytes(source: object, where: str = "the image") -> bytes:
-    """The file's bytes of a picture that a caller gave as bytes, a path, a data URL or a PIL image. where: its name in
-    errors. UserError if it cannot be read or is too large."""
+    """The bytes of a picture's file, from bytes, a path, a data URL or a PIL image. where: its name in errors. Raises
+    UserError if it cannot be read or is too large."""
     if isinstance(source, str) and source[:5].lower() == "data:":
         return of_data_url(source, where)
     if isinstance(source, str | Path):
@@ -46,7 +46,7 @@ def picture_bytes(source: object, where: str = "the image") -> bytes:
 
 
 def of_data_url(url: str, where: str) -> bytes:
-    """The bytes of "data:image/png;base64,...". UserError for other data URLs."""
+    """The bytes in a data URL such as "data:image/png;base64,...". Raises UserError for other data URLs."""
     head, comma, text = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise UserError(f"{where} is {shorten(url)}: a data URL must be like data:image/png;base64,...")
@@ -54,7 +54,7 @@ def of_data_url(url: str, where: str) -> bytes:
 
 
 def of_base64(text: str, where: str) -> bytes:
-    """UserError for what is no base64, standard or URL-safe, padded or not, and for too many bytes."""
+    """Decodes base64: standard or URL-safe, padded or not. Raises UserError for other texts and for too many bytes."""
     if len(text) > MOST_BYTES * 4 // 3 + 1024:
         raise UserError(f"{where} is larger than {MOST_BYTES >> 20} MiB: make it smaller")
     plain = "".join(text.split()).rstrip("=").translate(str.maketrans("-_", "+/"))
@@ -65,7 +65,7 @@ def of_base64(text: str, where: str) -> bytes:
 
 
 def decode(data: bytes, where: str = "the image") -> "Image":
-    """The picture, of mode RGB. See the module's docstring."""
+    """The picture, of mode RGB. See the module's docstring for its form and errors."""
     from PIL import Image
 
     with _DECODING, warnings.catch_warnings():
@@ -74,7 +74,7 @@ def decode(data: bytes, where: str = "the image") -> "Image":
             with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
                 _check_size(opened.size, where)
                 opened.load()
-                _check_size(opened.size, where)  # a GIF's frame may be larger than its screen
+                _check_size(opened.size, where)  # a GIF's frame may be larger than the size in its header
                 return _upright_rgb(opened)
         except (UserError, MemoryError):
             raise
@@ -82,7 +82,7 @@ def decode(data: bytes, where: str = "the image") -> "Image":
             raise UserError(f"{where} is no picture that can be read: {_ADVICE}") from error
         except Image.DecompressionBombError as error:
             raise UserError(_too_large(where)) from error
-        except Exception as error:  # Pillow's decoders raise errors of many kinds for damaged files
+        except Exception as error:  # for damaged files Pillow's decoders raise exceptions of many types
             raise UserError(f"{where} is damaged ({one_line(str(error), QUOTED)}): {_ADVICE}") from error
 
 
@@ -92,9 +92,9 @@ def _upright_rgb(picture: "Image") -> "Image":
     if "exif" in picture.info:
         try:
             picture = ImageOps.exif_transpose(picture)
-        except Exception:  # damaged EXIF says nothing about the picture's orientation: it is shown as it is stored
+        except Exception:  # damaged EXIF does not tell the orientation: the picture is shown as it is stored
             picture = picture.copy()
-    if picture.mode.startswith("I"):  # grey of 16 bits
+    if picture.mode.startswith("I"):  # 16-bit grey
         picture = Image.fromarray((np.asarray(picture) >> 8).clip(0, 255).astype(np.uint8))
     if picture.has_transparency_data:
         over = picture.convert("RGBA")
@@ -122,13 +122,13 @@ def _read(path: Path, where: str) -> bytes:
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
         why = getattr(error, "strerror", None) or str(error)
         raise UserError(f"cannot read {where} {path}: {why}; {_ADVICE}") from error
-    if not data.startswith(BEGINNINGS):  # here its name is known
+    if not data.startswith(BEGINNINGS):  # checked here, because the error can name the path
         raise UserError(f"{where} {path} is no picture that can be read: {_ADVICE}")
     return data
 
 
 def _saved(picture: object) -> bytes:
-    """The bytes of a PIL image, without loss."""
+    """The bytes of a PIL image as a PNG file."""
     file = io.BytesIO()
     try:
         picture.save(file, "PNG", compress_level=1)  # pyright: ignore[reportAttributeAccessIssue]

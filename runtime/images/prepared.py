@@ -1,7 +1,9 @@
-"""One tile of a picture as an image encoder takes it: normalized pixels, the number of tokens that it becomes, a key.
+"""One tile of a picture in the form for an image encoder: normalized pixels, the number of tokens that it becomes, a
+key.
 
-A picture becomes a list of `Piece`: texts (marks of images, tiles and lines, which are tokenized with special tokens)
-and tiles, in the order in which they enter the prompt."""
+A picture becomes a list of `Piece`, in the order in which they enter the prompt: tiles, and texts (marks of images,
+tiles and lines, which are tokenized with special tokens).
+"""
 
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -12,11 +14,10 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class PreparedImage:
-    """`pixels`: float32 [3, height, width], red, green and blue, normalized; height and width are multiples of the
-    encoder's patches. `rows`: how many rows of features it becomes, tokens of the prompt, Pixtral's line breaks
-    included. `grid`: rows and columns of tokens for positions of the kind "grid" (M-RoPE), (1, `rows`) for the kind
-    "sequence". `key`: a digest of pixels or their source, shape and what `parameters` of `of` name: equal keys have
-    equal features."""
+    """pixels: float32 [3, height, width], red, green and blue, normalized; height and width are multiples of the
+    encoder's patch. rows: the number of rows of features, which are tokens of the prompt; includes Pixtral's line
+    breaks. grid: (rows, columns) of tokens if positions are of the kind "grid" (M-RoPE), (1, `rows`) for the kind
+    "sequence". key: a digest; images with equal keys have equal features."""
 
     pixels: np.ndarray
     rows: int
@@ -27,8 +28,8 @@ class PreparedImage:
     def of(
         cls, pixels: np.ndarray, rows: int, grid: tuple[int, int], parameters: str, content: bytes | None = None
     ) -> Self:
-        """A tile with its key; `parameters` are those of the encoder that are not the same for all of its images.
-        content: less than the pixels, on which these depend."""
+        """A tile with its key. parameters: encoder parameters that differ between its images. content: bytes that
+        determine the pixels, None: the pixels themselves."""
         pixels = np.ascontiguousarray(pixels, np.float32)
         digest = blake2b(f"{pixels.shape} {rows} {grid} {parameters}".encode(), digest_size=16)
         digest.update(pixels.data if content is None else content)

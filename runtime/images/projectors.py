@@ -1,7 +1,8 @@
-"""The projectors of image encoders: how each cuts a picture, how many tokens a tile becomes, and the texts around them.
+"""The projectors of image encoders: how each one cuts a picture, how many tokens a tile becomes, and the texts around
+tiles.
 
-In:  what an artifact's manifest says of its encoder: {"projector": a name of `PROJECTORS`, "metadata": values of the
-     mmproj file by key, "positions": "sequence" or "grid"}. Out: `Preparation.pieces`: a picture's texts and tiles.
+In: the manifest's entry of the encoder: {"projector": a name of `PROJECTORS`, "metadata": values of the mmproj file by
+key, "positions": "sequence" or "grid"}. Out: `Preparation.pieces`: the texts and tiles of a picture.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +22,9 @@ _LONGEST = "clip.vision.preproc_image_size"
 
 @dataclass(frozen=True)
 class Marks:
-    """Texts. before, after: of a picture. whole, part: before and after the tile that shows all of it, and those that
-    show parts, with {row} and {column}; a picture of one tile has neither. row: between rows of parts. first: the whole
-    comes before the parts."""
+    """The texts around tiles. before, after: around a picture. whole: around the tile that shows the whole picture.
+    part: around each tile that shows a part, with {row} and {column}. A picture of one tile has neither of these two.
+    row: between rows of parts. first: whether the whole comes before the parts."""
 
     before: str = ""
     after: str = ""
@@ -47,9 +48,9 @@ class Marks:
 
 @dataclass(frozen=True)
 class Projector:
-    """cut: the kind of preprocessing. merge: patches of a token's edge, or their key's default. tokens: least and most
-    of a picture; None: the file's pixels, if it has them. resample, pad, grids: see `Parameters`. breaks: each row of
-    tokens but the last ends with one more."""
+    """cut: the kind of preprocessing. merge: edge of a token in patches, if metadata lacks `key`. tokens: the least and
+    largest number of tokens of a picture; None: limits come from the file, if it has them. resample, pad, grids: see
+    `Parameters`. breaks: whether each row of tokens except the last ends with one more token."""
 
     cut: Callable[[Image, Parameters], Tiles]
     marks: Marks = Marks()
@@ -126,7 +127,7 @@ class Preparation:
     """The preprocessing of one encoder."""
 
     def __init__(self, vision: Mapping[str, Any]) -> None:
-        """vision: see the module's docstring. UserError for an unknown projector or invalid metadata."""
+        """vision: see the module's docstring. Raises UserError for an unknown projector or invalid metadata."""
         metadata: Mapping[str, Any] = vision["metadata"]
         self._name: str = vision["projector"]
         if self._name not in PROJECTORS:
@@ -142,7 +143,8 @@ class Preparation:
             raise UserError(f"the metadata has {why} (clip.vision.image_*); use another mmproj file") from error
 
     def pieces(self, picture: Image) -> list[Piece]:
-        """The texts and tiles of a picture of mode RGB, as they enter the prompt. UserError if it is too narrow."""
+        """The texts and tiles of a picture of mode RGB, as they enter the prompt. Raises UserError if it is too
+        narrow."""
         tiles = self._projector.cut(picture, self._parameters)
         whole = None if tiles.whole is None else self._tile(tiles.whole)
         return self._projector.marks.around(whole, [self._tile(part) for part in tiles.parts], tiles.columns)

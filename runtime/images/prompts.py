@@ -1,8 +1,8 @@
-"""Texts with images -> the pieces of a prompt: token ids, and tiles for the encoder.
+"""Turns texts with images into the pieces of a prompt: token ids, and tiles for the encoder.
 
-In:  a text in which `IMAGE` stands for each image, the files of the images in their order. Out: lists of token ids and
-     `PreparedImage`s in turn, for `rows.Prompt.of`. The marks of images and tiles (`projectors.py`) are tokens of the
-     ids. What was prepared last is kept, as the next turn of a conversation has the same images.
+In: a text in which `IMAGE` stands for each image, and the files of the images, in this order. Out: lists of token ids
+and `PreparedImage`s, for `rows.Prompt.of`. The marks of images and tiles (`projectors.py`) are in the token ids. The
+most recently prepared images are kept, as the next turn of a conversation has the same images.
 """
 
 import threading
@@ -20,14 +20,14 @@ from mlc_amd.runtime.text.messages import IMAGE
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 from mlc_amd.runtime.text.traced_text import Traced
 
-PLACE = "<image>"  # of an image, in texts that users write
+PLACE = "<image>"  # stands for an image in texts that users write
 _KEPT = 256 << 20  # bytes of pixels
 
 PromptPiece = list[int] | PreparedImage
 
 
 class ImagePrompts:
-    """Makes the prompts of one model. Thread-safe. vision: the manifest's; None: the model has no encoder."""
+    """Makes the prompts of one model. Thread-safe. vision: the manifest's entry; None if the model has no encoder."""
 
     def __init__(self, tokenizer: Tokenizer, vision: Mapping[str, Any] | None) -> None:
         self._tokenizer, self._vision = tokenizer, vision
@@ -35,7 +35,7 @@ class ImagePrompts:
         self._lock = threading.Lock()
 
     def check(self) -> None:
-        """UserError if the model takes no images, or this installation."""
+        """Raises UserError if the model or this installation cannot take images."""
         if self._vision is None:
             raise UserError("the model takes no images: give its mmproj file with --mmproj")
 
@@ -43,8 +43,8 @@ class ImagePrompts:
             raise UserError("images need the package pillow: install it with: pip install pillow")
 
     def encode(self, text: str, images: Sequence[bytes], begins: bool = True) -> list[PromptPiece]:
-        """The pieces of a prompt, or of its continuation if it does not begin a text. UserError for images that cannot
-        be used."""
+        """The pieces of a prompt. begins: whether the text begins a prompt, or continues one. Raises UserError for
+        images that cannot be used."""
         parts = self._parts(text, images)
         pieces: list[PromptPiece] = []
         for place, part in enumerate(parts):
@@ -57,13 +57,14 @@ class ImagePrompts:
         return [piece for piece in pieces if piece != []]
 
     def prompt(self, text: str, images: Sequence[bytes]) -> Prompt:
-        """A text with images before it, or in the places of `PLACE`, if it has that once for each image."""
+        """A prompt of a text with images. They replace `PLACE` if the text has it once for each image; otherwise they
+        come before the text."""
         if not images or text.count(PLACE) != len(images):
             return Prompt.of(self.encode(IMAGE * len(images) + text, images))
         return Prompt.of(self.encode(text.replace(PLACE, IMAGE), images))
 
     def _parts(self, text: str, images: Sequence[bytes]) -> list[Piece]:
-        """Texts, of which the first may be empty, and tiles in turn."""
+        """Alternating texts and tiles. The first is a text, perhaps an empty one."""
         if not images:
             return [text]
         texts = (text if isinstance(text, Traced) else Traced.all_own(text)).split(IMAGE)

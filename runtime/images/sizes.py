@@ -1,8 +1,9 @@
-"""Sizes that pictures are resized to, and how they are cut: arithmetic of whole numbers and float32, (width, height).
+"""The sizes to which pictures are resized, and how they are cut. Arithmetic of integers and float32; sizes are (width,
+height).
 
-The formulas are those of llama.cpp's `mtmd-image.cpp` (v0.5.0) to the last bit, as a picture of one pixel more has
-other features. Its sources: `smart_resize` of Qwen2-VL, LLaVA-UHD (arXiv:2403.11703), LLaVA-NeXT's
-`select_best_resolution`, the image processors of LFM2-VL, Idefics3, Step3-VL and Muse Glimmer in transformers.
+The formulas agree with llama.cpp's `mtmd-image.cpp` (v0.5.0) to the last bit, because one pixel more changes the
+features. Its sources: `smart_resize` of Qwen2-VL, LLaVA-UHD (arXiv:2403.11703), LLaVA-NeXT's `select_best_resolution`,
+the image processors of LFM2-VL, Idefics3, Step3-VL and Muse Glimmer in transformers.
 """
 
 import math
@@ -18,13 +19,13 @@ _f = np.float32
 
 
 def rounded(value: Any) -> int:
-    """C's `round`: halves away from zero. value: not negative."""
+    """C's `round`: rounds halves away from zero. value: must not be negative."""
     return math.floor(float(value) + 0.5)
 
 
 def fitted(size: Size, align: int, least: int = 0, most: int = 0, longest: int = 0) -> Size:
-    """A size of about the same shape with `least` to `most` pixels (0: no limit), both edges multiples of `align`.
-    longest: the longer edge before that; 0: as it is."""
+    """A size of about the same shape whose edges are multiples of `align`. least, most: limits of its pixels, 0: none.
+    longest: the size is first scaled to this longer edge, 0: it is not."""
     if longest:
         scale = min(_f(longest) / _f(edge) for edge in size)
         width, height = (math.ceil(_f(edge) * scale / _f(align)) * align for edge in size)
@@ -41,14 +42,14 @@ def fitted(size: Size, align: int, least: int = 0, most: int = 0, longest: int =
 
 
 def within(size: Size, target: Size) -> Size:
-    """The largest size of this shape in `target`, rounded up."""
+    """The largest size of this shape that fits `target`; edges are rounded up."""
     scale = min(_f(target[0]) / _f(size[0]), _f(target[1]) / _f(size[1]))
     width, height = (min(math.ceil(_f(edge) * scale), most) for edge, most in zip(size, target, strict=True))
     return width, height
 
 
 def boxes(size: Size, tile: Size) -> list[Box]:
-    """Tiles of a picture, by rows."""
+    """The boxes of a picture's tiles, row by row."""
     return [
         (x, y, min(x + tile[0], size[0]), min(y + tile[1], size[1]))
         for y in range(0, size[1], tile[1])
@@ -57,7 +58,7 @@ def boxes(size: Size, tile: Size) -> list[Box]:
 
 
 def best_resolution(size: Size, candidates: Iterable[Size]) -> Size:
-    """The candidate that shows most of the picture's pixels; of several the one with the least rest."""
+    """The candidate that keeps most of the picture's pixels; of equal ones, that with the fewest unused pixels."""
     best, shown, rest = (0, 0), 0, math.inf
     for candidate in candidates:
         scale = min(_f(candidate[0]) / _f(size[0]), _f(candidate[1]) / _f(size[1]))
@@ -69,12 +70,12 @@ def best_resolution(size: Size, candidates: Iterable[Size]) -> Size:
 
 
 def square_grids(side: int, most: int) -> list[Size]:
-    """Resolutions of 2 to most x most squares, as Llama 4 has them."""
+    """Llama 4: resolutions with up to most x most squares, at least 2."""
     return [(x * side, y * side) for x, y in product(range(1, most + 1), repeat=2) if x * y > 1]
 
 
 def tile_grids(side: int, least: int, most: int) -> list[Size]:
-    """Resolutions of `least` to `most` squares in all, as InternVL has them."""
+    """InternVL: resolutions with `least` to `most` squares in all."""
     pairs = product(range(least, most + 1), repeat=2)
     return [(x * side, y * side) for x, y in pairs if least <= x * y <= most]
 
@@ -87,7 +88,7 @@ def divisible(length: int, step: int) -> int:
 
 
 def resized_to(size: Size, side: int, step: int, enlarge: bool) -> Size:
-    """About side x side pixels in the picture's shape; a smaller one stays unless `enlarge`."""
+    """About side x side pixels in the picture's shape. A smaller picture is only resized if `enlarge`."""
     width, height = size
     if width * height > side * side or enlarge:
         shape = _f(width) / _f(height)
@@ -97,7 +98,7 @@ def resized_to(size: Size, side: int, step: int, enlarge: bool) -> Size:
 
 
 def slice_grid(size: Size, side: int, most: int = 9) -> Size:
-    """Columns and rows of slices of about side x side pixels."""
+    """The numbers of columns and rows of slices with about side x side pixels each."""
     wanted = min(math.ceil(_f(size[0]) * _f(size[1]) / _f(side * side)), most)
     shape = _f(math.log(_f(size[0]) / _f(size[1])))
     best, error = (1, 1), math.inf
@@ -111,7 +112,7 @@ def slice_grid(size: Size, side: int, most: int = 9) -> Size:
 
 
 def slices_size(size: Size, grid: Size, side: int, step: int) -> Size:
-    """The picture's size before it is cut to the grid."""
+    """The size of the picture before it is cut to the grid."""
     one = divisible(size[0], grid[0]) // grid[0], divisible(size[1], grid[1]) // grid[1]
     width, height = resized_to(one, side, step, True)
     return width * grid[0], height * grid[1]
@@ -121,7 +122,8 @@ def slices_size(size: Size, grid: Size, side: int, step: int) -> Size:
 
 
 def lfm2_grid(size: Size, side: int, least: int = 2, most: int = 10) -> Size:
-    """Columns and rows of tiles: the shape closest to the picture's; of equal ones the larger if the picture is."""
+    """The numbers of columns and rows of tiles with the shape closest to the picture's. Of equally close ones, the
+    larger one if the picture is large enough."""
     grids = [(x, y) for n in range(least, most + 1) for x in range(1, n + 1) for y in range(1, n + 1)]
     grids = [grid for grid in dict.fromkeys(grids) if least <= grid[0] * grid[1] <= most]
     shape, area = _f(size[0]) / _f(size[1]), _f(size[0] * size[1])
@@ -135,7 +137,7 @@ def lfm2_grid(size: Size, side: int, least: int = 2, most: int = 10) -> Size:
 
 
 def idefics3_size(size: Size, longest: int) -> Size:
-    """The longer edge is `longest`, the other one even."""
+    """The size with the longer edge `longest` and an even shorter edge."""
     shape = size[0] / size[1]
     if size[0] >= size[1]:
         other = int(longest / shape)
@@ -145,7 +147,7 @@ def idefics3_size(size: Size, longest: int) -> Size:
 
 
 def glimmer_size(size: Size, step: int, most: int) -> Size:
-    """The grid of at most `most` squares of `step` pixels whose shape is closest to the picture's."""
+    """The size of the grid of at most `most` squares of `step` pixels whose shape is closest to the picture's."""
     rows, columns = size[1] / step, size[0] / step
     shape = columns / rows if rows > 0 else 1.0
     if rows * columns > most:
@@ -163,7 +165,7 @@ STEP3_CROP = 504
 
 
 def step3_window(size: Size, side: int) -> int:
-    """The edge of the windows that Step3-VL shows besides the whole picture; 0: none."""
+    """The edge of the windows that Step3-VL shows in addition to the whole picture; 0: there are none."""
     shorter, longer = sorted(size)
     shape = _f(longer) / _f(shorter)
     if longer <= side:
@@ -172,7 +174,7 @@ def step3_window(size: Size, side: int) -> int:
 
 
 def step3_extent(length: int, window: int) -> int:
-    """The edge before it is cut: whole windows, unless there is less than one."""
+    """The length of an edge before it is cut: whole windows, unless it is shorter than one."""
     ratio = _f(length) / _f(window)
     if ratio < 1:
         return length

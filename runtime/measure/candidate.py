@@ -1,4 +1,4 @@
-"""Candidates: one compiled kernel each, in a folder with all that is needed to measure it.
+"""Candidates. A candidate is one compiled kernel, in a folder with everything needed to measure it.
 
     candidate.json
         format      2
@@ -6,15 +6,16 @@
         api, arch   "vulkan" | "rocm" | "cpu", and the profile or arch that it was compiled for
         needs       vulkan: the requirements of the profile (Profile.needs); cpu: {"flags": [..]}
         code        name of the file: .spv (modules one after the other), .hsaco or .so
-        steps       launches of a call, as the entries of an artifact's launches (dist/README.md); cpu: [{"symbol",
-                    "args"}]
+        steps       launches of a call, as in the entries of an artifact's launches (dist/README.md); cpu:
+                    [{"symbol", "args"}]
         scratch     bytes of each buffer for data between the steps
         params      [{"name", "shape", "dtype", "role", ..}] in the order of the kernel's parameters; see ROLES
-        states      [[position, live rows, single rows, 0], ..] that it is verified in (`inputs.py`)
+        states      [[position, live rows, single rows, 0], ..]: the states in which it is verified (`inputs.py`)
         cases       [{"name", "state", "bytes", "flops"}]: the conditions of timing
-        bytes       that a call must move (weights and cache), flops: operations; both the mean of the cases
+        bytes       bytes that a call must move (weights and cache); flops: its operations. Means over the cases
 
-A role determines how a parameter is filled (`inputs.py`), whether copies of it rotate, and whether it is compared.
+The role of a parameter determines how it is filled (`inputs.py`), whether calls rotate over copies of it, and whether
+it is compared.
 """
 
 import json
@@ -42,15 +43,15 @@ ROLES = {
     "work": "scratch memory whose size depends on the plan; contents are undefined",
     "zero": "as work, but zero before the first call and after each",
 }
-STEP = ("state", "rows", "pages", "cells")  # differ from state to state
+STEP = ("state", "rows", "pages", "cells")  # these differ between states
 ROTATING = ("weight", "cache", "states")  # consecutive calls use different copies of these
-PRIVATE = ("work", "zero")  # of these, plans may have different sizes
+PRIVATE = ("work", "zero")  # the size of these may differ between plans
 WRITTEN = ("cache", "states", "output")
 
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter. facts: other facts, by role."""
+    """One parameter. facts: its other entries, which depend on the role."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,20 +69,21 @@ class Param:
 
     @property
     def share(self) -> float:
-        """Of a weight: the part that a call reads."""
+        """For a weight: the share of it that a call reads."""
         return self.facts.get("share", 1.0)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A folder's candidate.json, read. `facts` is all of it."""
+    """The content of a folder's candidate.json. facts: all of it."""
 
     folder: Path
     facts: dict = field(compare=False)
 
     @cached_property
     def params(self) -> tuple[Param, ...]:
-        """Paged caches have one more page for each single row of any state, which that row writes (`inputs.py`)."""
+        """The parameters. Paged caches get one more page for each single row of any state; the row writes this page
+        (`inputs.py`)."""
         rest, paged = ("name", "shape", "dtype", "role"), any(p["role"] == "pages" for p in self.facts["params"])
         states = [*self.facts["states"], *(case["state"] for case in self.cases)]
         private = max((single for _, _, single, *_ in states), default=0) if paged else 0
@@ -110,7 +112,7 @@ class Candidate:
 
     @property
     def int8(self) -> bool:
-        """Whether its plan makes activations int8 that the workload has as float16: results are less exact."""
+        """Whether its plan converts float16 activations of the workload to int8. Then results are less exact."""
         return bool((self.facts.get("plan") or {}).get("int8"))
 
     @property
@@ -119,13 +121,13 @@ class Candidate:
 
     @property
     def group(self) -> str:
-        """The same for candidates that are filled, run and timed in the same memory: those of one workload."""
+        """A key that is equal for candidates of one workload. They are filled, run and timed in the same memory."""
         shared = [(p.name, p.shape, p.dtype, p.role) for p in self.params if p.role not in PRIVATE]
         return json.dumps([self.api, self.facts["arch"], self.facts["workload"], shared], sort_keys=True)
 
 
 def read(folder: str | Path) -> Candidate:
-    """UserError for a folder that holds no candidate, or one of another version."""
+    """Reads a candidate. Raises UserError for a folder without a candidate, or with one of another version."""
     folder = Path(folder)
     try:
         facts = json.loads((folder / FILE).read_text())
@@ -137,7 +139,7 @@ def read(folder: str | Path) -> Candidate:
 
 
 def write(folder: Path, facts: dict) -> Candidate:
-    """Writes candidate.json, atomically and last: a folder that has one is complete."""
+    """Writes candidate.json atomically, after all other files: a folder that has it is complete."""
     temporary = folder / f".{FILE}.tmp"
     temporary.write_text(json.dumps({"format": FORMAT} | facts))
     temporary.replace(folder / FILE)
@@ -145,6 +147,6 @@ def write(folder: Path, facts: dict) -> Candidate:
 
 
 def figures(candidate: dict, seconds: float) -> dict:
-    """{"us", "gbps", "tflops"} of a call of so many seconds; candidate: the content of candidate.json."""
+    """{"us", "gbps", "tflops"} of a call that took `seconds`. candidate: the content of candidate.json."""
     rates = {"gbps": candidate["bytes"] / seconds / 1e9, "tflops": candidate["flops"] / seconds / 1e12}
     return {"us": seconds * 1e6} | rates

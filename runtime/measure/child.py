@@ -1,6 +1,6 @@
-"""A child process (`python -m module`) that serves requests, one JSON line each; it may crash, hang or exhaust memory
-without harm to its parent. Output of libraries goes to standard error, whose last line is part of the error of a child
-that died."""
+"""A child process (`python -m module`) that answers requests, one JSON line each. It may crash, hang or exhaust memory
+without harm to its parent. Output of libraries goes to standard error; if the child dies, the last line of it becomes
+part of the error message."""
 
 import contextlib
 import json
@@ -22,15 +22,15 @@ from mlc_amd.runtime import leftovers
 from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 
-STDERR = 400  # bytes of standard error that an error quotes
+STDERR = 400  # bytes of standard error that an error message quotes
 
 
 class ChildDied(RuntimeError):
-    """The child ended or was ended: crash, timeout. The message has the reason."""
+    """The child has ended, or was ended: after a crash or a timeout. The message has the reason."""
 
 
 class Child:
-    """Starts at the first request if it was not started, and again after it died."""
+    """The child process. It is started at the first request, and again after it died."""
 
     def __init__(self, module: str, arguments: tuple[str, ...] = (), environment: dict[str, str] | None = None):
         self.command = [sys.executable, "-m", module, *arguments]
@@ -40,7 +40,7 @@ class Child:
         self._rest = b""
 
     def start(self) -> subprocess.Popen:
-        """Starts the process, unless it runs."""
+        """Starts the process unless it is running."""
         process = self._process
         return self._start() if process is None or process.poll() is not None else process
 
@@ -54,9 +54,10 @@ class Child:
             raise ChildDied(self._why()) from None
 
     def receive(self, timeout: float) -> dict:
-        """The next answer. ChildDied if there is none in `timeout` seconds: it is gone. UserError that it sent."""
+        """The next answer. Raises ChildDied if none arrives in `timeout` seconds; the child has then been ended. Raises
+        UserError if the child has sent one."""
         end, process = time.monotonic() + timeout, self._process
-        assert process is not None and process.stdout is not None  # something was sent
+        assert process is not None and process.stdout is not None  # a request was sent
         while b"\n" not in self._rest:
             left = end - time.monotonic()
             if left <= 0 or not self._selector.select(left):
@@ -75,7 +76,7 @@ class Child:
     def _start(self) -> subprocess.Popen:
         self.close()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the child)
-        # a group of its own: Ctrl-C is for the parent, and processes of the child end with it
+        # a process group of its own: Ctrl-C only reaches the parent, and the child's own processes end with it
         process = subprocess.Popen(
             self.command,
             stdin=subprocess.PIPE,
@@ -93,7 +94,7 @@ class Child:
 
     def _why(self) -> str:
         process, errors = self._process, self._errors
-        assert process is not None and errors is not None  # a child that ended was started
+        assert process is not None and errors is not None  # only called for a child that was started
         code = process.wait()
         errors.seek(max(errors.seek(0, os.SEEK_END) - STDERR, 0))
         lines = errors.read().decode(errors="replace").splitlines()
@@ -103,7 +104,7 @@ class Child:
         return f"{how}: {last}" if last else how
 
     def close(self) -> None:
-        """Ends the child, in any state."""
+        """Ends the child, whatever its state."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -118,7 +119,7 @@ class Child:
 
 
 class Children(Closing):
-    """As many children of one module; each request goes to one that is idle."""
+    """Several children with the same module. Each request goes to an idle one."""
 
     def __init__(self, module: str, count: int, arguments: tuple[str, ...] = ()):
         one = {"TVM_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -133,7 +134,7 @@ class Children(Closing):
             child.start()
 
     def ask(self, request: dict, timeout: float) -> "Future[dict]":
-        """The answer, or the errors of `Child.receive`."""
+        """Sends a request. The future has the answer, or an error of `Child.receive`."""
         return self._threads.submit(self._ask, request, timeout)
 
     def _ask(self, request: dict, timeout: float) -> dict:
@@ -151,7 +152,8 @@ class Children(Closing):
 
 
 def serve(handle: Callable[[dict, Callable[[dict], None]], None]) -> None:
-    """The child's side, until the parent ends: handle(request, answer) for each request; answer(dict) sends."""
+    """The child's main loop. Calls handle(request, answer) for each request; answer(dict) sends an answer. Returns when
+    the parent has ended."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     follow_parent()
@@ -168,7 +170,7 @@ def serve(handle: Callable[[dict, Callable[[dict], None]], None]) -> None:
 
 
 def follow_parent() -> None:
-    """Ends this process when its parent has ended, also while it is busy."""
+    """Ends this process when its parent has ended, even while it is busy."""
     parent = os.getppid()
 
     def follow() -> None:

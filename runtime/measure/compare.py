@@ -1,8 +1,9 @@
-"""Compares two kernels for the same work: outputs on the same inputs, within the error of another order of operations.
+"""Compares two kernels for the same work: their outputs on the same inputs must agree, within the error that another
+order of operations causes.
 
-Float32 and float16 outputs are compared with the largest output as the scale. Int8 activations may differ by one step
-in few places, and their scales and sums must match their own steps. Only defined values are compared: live tokens'
-rows, or used slots, and the weight's own columns.
+Float32 and float16 outputs are compared relative to the largest output, the scale. Int8 activations may differ by one
+step in a few places, and their scales and sums must match their own steps. Only defined values are compared: rows of
+live tokens, or used slots, and the columns of the weight without padding.
 """
 
 import numpy as np
@@ -10,19 +11,20 @@ import numpy as np
 from mlc_amd.runtime.measure.candidate import Candidate, Param
 from mlc_amd.runtime.measure.inputs import BLOCK, SIGNATURE, routed_slots
 
-# As shares of the scale. Attention keeps its probabilities in float16 or joins splits in another order; matrix units
-# add in another order.
+# Tolerances as shares of the scale. Attention keeps probabilities in float16 or combines splits in another order;
+# matrix units add in another order.
 TOLERANCES = {"float32": 2e-4, "float16": 2e-3}
 ATTENTION = 4e-3
-INT8 = 3e-2  # of plans that make activations int8: three times what is seen
-# Share of int8 outputs that may be one step apart; attention's outputs are rounded more often.
+INT8 = 3e-2  # for plans that convert activations to int8: three times the largest observed difference
+# Share of int8 outputs that may differ by one step. Attention's outputs are rounded more often.
 STEPS_APART, ATTENTION_APART = 0.02, 0.2
-CODES = ("int8", "uint8")  # of int8 blocks and of quantized caches; uint8: two codes of 4 bits
+CODES = ("int8", "uint8")  # dtypes of int8 blocks and of quantized caches; uint8: two codes of 4 bits
 CHANCE = 0.02  # share of outputs that may equal the fill pattern by chance
 
 
 def differences(candidate: Candidate, state, expected: dict, found: dict) -> tuple[float, list[str]]:
-    """(the largest difference as a share of the tolerance, messages of errors) of two runs' outputs, arrays by name."""
+    """Compares the outputs of two runs, arrays by name. Returns (largest difference as a share of the tolerance, error
+    messages)."""
     loose = "attention" in candidate.facts["workload"]["op"]
     live, worst, wrong = _live(candidate, state), 0.0, []
     outputs = {p.name: p for p in candidate.params if p.role in ("output", "cache")}
@@ -38,7 +40,7 @@ def differences(candidate: Candidate, state, expected: dict, found: dict) -> tup
             wrong.append(f"{name} differs by {share:.3g} times what is allowed")
     for name in (name for name, param in outputs.items() if param.dtype in CODES):
         if outputs[name].role == "cache":
-            steps = steps_apart(found[name], expected[name])  # one where rounding differs
+            steps = steps_apart(found[name], expected[name])  # one step apart where rounding differs
             worst, wrong = max(worst, steps), wrong + ([f"{name}: {steps:g} steps apart"] if steps > 1 else [])
             continue
         scales = f"S{name[1:]}"
@@ -51,14 +53,14 @@ def differences(candidate: Candidate, state, expected: dict, found: dict) -> tup
 
 
 def steps_apart(found: np.ndarray, expected: np.ndarray) -> float:
-    """How far the codes of two caches are apart, at most."""
+    """The largest difference of the codes of two caches."""
     mask, shifts = (15, (0, 4)) if found.dtype == np.uint8 else (-1, (0,))
     apart = (np.abs(((found >> i) & mask).astype(np.int16) - ((expected >> i) & mask)) for i in shifts)
     return float(max(x.max() for x in apart))
 
 
 def _live(candidate: Candidate, state) -> int:
-    """Number of rows of the outputs that a call in this state writes."""
+    """The number of rows of the outputs that a call in this state writes."""
     _, live, single, _ = state
     answers = str(candidate.facts["workload"]["args"].get("rows", "all")).startswith("answers")
     return single + (single < live) if answers else live
@@ -69,10 +71,10 @@ def _tolerance(param: Param, loose: bool) -> float:
 
 
 def _used(param: Param, array: np.ndarray, live: int) -> np.ndarray:
-    """The defined part of an output; of caches all, as nothing may be written outside the live tokens."""
+    """The defined part of an output. Of caches everything, as nothing may be written except for live tokens."""
     if param.role == "cache":
         return array
-    if array.dtype == np.float16 and array.ndim == 3:  # "lanes" of gpu/base/quantize.py: groups of blocks
+    if array.dtype == np.float16 and array.ndim == 3:  # the layout "lanes" of gpu/base/quantize.py: groups of blocks
         tiles, groups, size = array.shape
         array = array.reshape(tiles, groups, 4, 8, -1).transpose(0, 3, 1, 2, 4).reshape(tiles * 8, groups, size // 8)
     rows = array[: routed_slots(param.facts["experts"], live) if "experts" in param.facts else min(live, len(array))]
@@ -80,7 +82,7 @@ def _used(param: Param, array: np.ndarray, live: int) -> np.ndarray:
 
 
 def _unwritten(array: np.ndarray) -> bool:
-    """Whether too much of the fill pattern is left. Padding of the last group of columns, if there are groups, may."""
+    """Whether too much of the output still has the fill pattern. Padding in the last group of columns may have it."""
     array = array[:, : max(1, array.shape[1] - 1)] if array.ndim == 3 else array
     return (array == np.full(array.itemsize, SIGNATURE, np.uint8).view(array.dtype)).mean() > CHANCE
 
@@ -95,7 +97,7 @@ def _floats(expected: np.ndarray, found: np.ndarray, tolerance: float) -> float:
 
 
 def _rows(a: np.ndarray, s: np.ndarray, live: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(q [rows, KB, 32], d [rows, KB], sums [rows, KB, 3] as the fields say) of the live rows of either layout."""
+    """(q [rows, KB, 32], d [rows, KB], sums [rows, KB, 3]) of the live rows, for either layout."""
     if a.ndim == 4:
         tiles, blocks, p, _ = a.shape
         a = a.transpose(0, 2, 1, 3).reshape(tiles * p, blocks, BLOCK)
@@ -105,7 +107,7 @@ def _rows(a: np.ndarray, s: np.ndarray, live: int) -> tuple[np.ndarray, np.ndarr
 
 
 def _int8(expected, found, apart: float, tolerance: float) -> tuple[float, str]:
-    """(share of the tolerance, message of an error or "")."""
+    """Compares int8 activations. Returns (share of the tolerance, error message or "")."""
     (q0, d0, _), (q1, d1, sums) = expected, found
     scale = np.abs(d0).max()
     if not np.isfinite(d1).all() or not scale > 0:
@@ -114,7 +116,7 @@ def _int8(expected, found, apart: float, tolerance: float) -> tuple[float, str]:
     if scales > 1:
         return scales, f"scales differ by {scales:.3g} times what is allowed"
     steps = np.abs(q0 - q1)
-    # a block of tiny numbers may have any rounding
+    # a block of tiny numbers may be rounded in any way
     steps = np.where(np.abs(d0)[..., None] > 1e-3 * scale, steps, 0)
     if steps.max() > 1:
         return np.inf, f"{steps.max()} steps apart"

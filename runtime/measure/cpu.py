@@ -1,4 +1,4 @@
-"""Measuring on the CPU: kernels in shared libraries, called on their thread pool, as CpuDevice does."""
+"""Measures on the CPU. Kernels are in shared libraries, and run on the library's thread pool, as in CpuDevice."""
 
 import mmap
 import time
@@ -11,12 +11,12 @@ from mlc_amd.runtime.devices.cpu import ALIGNMENT, KernelCall, Kernels, Replay, 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_memory, cpu_flags, last_level_cache, selected_threads
 
-SHARE = 4  # copies may take one of so many parts of the machine's memory
-UNKNOWN_MEMORY = 4 << 30  # assumed bytes where the system does not report them
+SHARE = 4  # copies may take 1 / SHARE of the machine's memory
+UNKNOWN_MEMORY = 4 << 30  # bytes that are assumed if the system does not report its memory
 
 
 class CpuBackend:
-    """See `timing.py`. device: None, or the number of threads."""
+    """The backend for CPUs; see `timing.py`. device: the number of threads, or None."""
 
     target = 0.01
     noise = 0.0
@@ -38,13 +38,13 @@ class CpuBackend:
         for key, nbytes in sizes.items():
             self._at[key], end = end, end + -(-nbytes // ALIGNMENT) * ALIGNMENT
         memory = mmap.mmap(-1, max(end, 1))
-        # small pages, as those of weights that are mapped from a file
+        # small pages, like those of weights that are mapped from a file
         with suppress(OSError, AttributeError):
             memory.madvise(mmap.MADV_NOHUGEPAGE)
         self._memory = np.frombuffer(memory, np.uint8)
 
     def _forget(self) -> None:
-        """Releases the last calls, and with them their memory."""
+        """Releases the last calls, and thereby their memory."""
         self._replay_of, self._calls, self._replay = None, None, None
 
     def put(self, key, array: np.ndarray) -> None:
@@ -72,10 +72,11 @@ class CpuBackend:
         return [handle.call(step["symbol"], [arrays[i] for i in step["args"]]) for step in candidate.steps]
 
     def run(self, calls) -> float:
-        # created before the clock starts, and once for repeated calls: else the threads would fall asleep
+        # made before the clock starts, and only once for repeated calls: otherwise the threads would fall asleep
         replay = self._replay
         if replay is None or [id(call) for call in calls] != self._replay_of:
-            self._replay_of, self._calls = [id(call) for call in calls], calls  # keeps them, and so their ids, alive
+            # keeps the calls alive, so that their ids stay unique
+            self._replay_of, self._calls = [id(call) for call in calls], calls
             replay = self._replay = Replay([step for call in calls for step in call])
         waited = _waited()
         start = time.perf_counter()
@@ -90,7 +91,7 @@ class CpuBackend:
 
 
 def _waited() -> float:
-    """Total seconds in which this process's threads waited for a processor; 0 where Linux does not report them."""
+    """Total seconds in which this process's threads waited for a processor; 0 if Linux does not report it."""
     total = 0
     with suppress(OSError, IndexError):  # a thread may end meanwhile
         for file in Path("/proc/self/task").glob("*/schedstat"):

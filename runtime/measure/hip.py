@@ -1,4 +1,5 @@
-"""Measuring on an AMD GPU: calls are captured in a graph, as launches from Python are slow; timed by HIP's events."""
+"""Measures on an AMD GPU. Calls are captured in a graph, because launches from Python are slow. HIP's events time
+them."""
 
 import ctypes
 from collections.abc import Iterator
@@ -14,17 +15,18 @@ from mlc_amd.runtime.devices.hip.launches import HipLaunch, capture, enqueue, ev
 from mlc_amd.runtime.errors import UserError
 
 ALIGN = 256
-CACHE = 512 << 20  # bytes to rotate over: more than the largest last-level cache there is (256 MiB)
-SHARE = 8  # but at most one of so many parts of the GPU's memory
+CACHE = 512 << 20  # bytes to rotate over: more than the largest last-level cache (256 MiB)
+SHARE = 8  # at most 1 / SHARE of the GPU's memory
 
 
 class HipBackend:
-    """See `timing.py`. device: None, or a GPU's number or a part of its name. bindings: instead of AMD's package."""
+    """The backend for HIP; see `timing.py`. device: a GPU's number or part of its name, or None. bindings: used in
+    place of AMD's package."""
 
-    target, noise = 0.004, 0.0  # other programs on the GPU show as drift
+    target, noise = 0.004, 0.0  # noise is unknown: other programs on the GPU show as drift
 
     def __init__(self, device: str | None, candidate, bindings=None):
-        # until the end, the next group, the next graph
+        # open until the end, until the next group, until the next graph
         self._held, self._group, self._captured = ExitStack(), ExitStack(), ExitStack()
         self.hip = Hip(open_bindings() if bindings is None else bindings)
         self.gpu, _ = choose(self.hip, [candidate.facts["arch"]], device)
@@ -61,7 +63,7 @@ class HipBackend:
 
     @contextmanager
     def _staging(self, nbytes: int) -> Iterator[int]:
-        """Pinned memory."""
+        """Yields the address of pinned memory."""
         staging = int(self.hip("hipHostMalloc", nbytes, 0))
         try:
             yield staging
@@ -98,7 +100,7 @@ class HipBackend:
         if len(calls) > 1 and (ids := [id(call) for call in calls]) != self._captured_of:
             self._captured.close()
             self._graph = capture(self.hip, self.stream, chain.from_iterable(calls), self._captured)
-            self._calls = calls  # keeps them, and so their ids, alive
+            self._calls = calls  # keeps the calls alive, so that their ids stay unique
             self._captured_of = ids
         begin, end = self._events
         self.hip("hipEventRecord", begin, self.stream)

@@ -1,7 +1,8 @@
 """Inputs of candidates: arrays by role, name and dtype, equal on every machine and in every process.
 
-Numbers are like a model's: weights as `random_weights` draws them (the draw is the candidate's), normal activations,
-int8 activations with matching scales and sums, a cache of normal keys and values, RoPE's own table, random experts.
+The numbers are similar to a model's: weights are drawn as in `random_weights` (the candidate has the draw), activations
+are normal, int8 activations have matching scales and sums, the cache has normal keys and values, RoPE has its real
+table, and experts are random.
 """
 
 import functools
@@ -16,18 +17,18 @@ from mlc_amd.runtime.cache.pages import PAGE
 from mlc_amd.runtime.measure.candidate import ROLES, Candidate, Param
 from mlc_amd.runtime.sampling.layout import LOGPROB, row_shapes
 
-BLOCK = 32  # columns that share a scale of int8 activations
-LINE = 64  # bytes: planes begin at a multiple in the block that they repeat
-# Approximate size of positive inputs: sums of 16 or 32 squares, and scales of norms with which unscaled activations are
-# about 1 (schedules/gpu/linear/deferred_norm.py).
+BLOCK = 32  # columns of int8 activations that share a scale
+LINE = 64  # bytes: planes begin at a multiple of this in the block that they repeat
+# Approximate size of positive inputs: sums of 16 or 32 squares, and scales of norms that make activations about 1
+# (schedules/gpu/linear/deferred_norm.py).
 POSITIVE = {"Squares": 16.0, "Scale": 64.0, "NS": 64.0}
 drawn = functools.cache(draw)
-SIGNATURE = 0xA5  # fill pattern of memory that must not be read, which makes reads visible
+SIGNATURE = 0xA5  # fill pattern of memory that must not be read, so that reads are noticed
 
 
 def fill(candidate: Candidate, state, roles=ROLES) -> dict[str, np.ndarray]:
-    """Name -> array of every parameter that has one of the roles, contiguous. state: (position, live rows, single rows,
-    0). Single row i has position - i and slot i; the chunk after them begins at position."""
+    """The arrays of all parameters with one of the roles, by name; contiguous. state: (position, live rows, single
+    rows, 0). Single row i has position - i and slot i. The chunk after the single rows begins at `position`."""
     arrays = {param.name: _MAKERS[param.role](param, state) for param in candidate.params if param.role in roles}
     pair = {"A", "S"} & {p.name for p in candidate.params if p.role == "input"}
     if len(pair) == 2 and "input" in roles:
@@ -54,8 +55,9 @@ def _rows(param: Param, state) -> np.ndarray:
 
 
 def _pages(param: Param, state) -> np.ndarray:
-    """Each slot has all pages of a sequence of full length, in another order, or repeats the number of pages of the
-    fact "pages". The page that a single row writes is its own, as others read theirs meanwhile."""
+    """Page tables. Each slot has all pages of a sequence of full length in a different order; if there are fewer (the
+    fact "pages"), page numbers repeat. The page that a single row writes is used by no other row, as others would read
+    it meanwhile."""
     slots, blocks = param.shape
     count = param.facts.get("pages", blocks)
     pages = ((np.arange(blocks) + np.arange(slots)[:, None]) % count).astype(np.int32)
@@ -66,7 +68,7 @@ def _pages(param: Param, state) -> np.ndarray:
 
 
 def _cells(param: Param, state) -> np.ndarray:
-    """Each slot has a cell of its own."""
+    """Each slot has a different cell."""
     return np.repeat(np.arange(param.shape[0], dtype=np.int32)[:, None], param.shape[1], 1)
 
 
@@ -81,7 +83,7 @@ def _input(param: Param, state) -> np.ndarray:
         return np.full(param.shape, LOGPROB if param.name == "sampling" else 0, np.int32)
     if "experts" in param.facts:
         return routing_tables(param.facts["experts"])[param.name].reshape(param.shape)
-    if param.name == "Ids":  # of keys: all rows see the first ones
+    if param.name == "Ids":  # for keys: all rows attend to the first keys
         return np.zeros(param.shape, param.numpy)
     values = _rng(param.name).standard_normal(param.shape, np.float32)
     if param.name == "Qo":  # rotated queries include the softmax's scale, for base 2
@@ -105,7 +107,8 @@ def _weight(param: Param, state) -> np.ndarray:
 
 
 def _plane(param: Param) -> np.ndarray:
-    """As in `random_weights`; "signs" of one tensor have the same offset, since minimums correspond to scales."""
+    """A plane, drawn as in `random_weights`. The "signs" of one tensor have the same offset, since minimums correspond
+    to scales."""
     pattern = drawn(str(param.numpy), *param.facts["draw"])
     tensor = param.name.rpartition("_")[0]
     start = zlib.crc32((tensor if param.facts["draw"][0] == "signs" else param.name).encode()) * LINE % pattern.nbytes
@@ -121,7 +124,7 @@ def _plane(param: Param) -> np.ndarray:
 def _cache(param: Param, state) -> np.ndarray:
     if param.dtype in ("int8", "uint8"):
         pattern = drawn("int8", "bits").view(param.numpy)
-    elif param.name in ("Ks", "Vs"):  # scales, with which such codes have a similar size
+    elif param.name in ("Ks", "Vs"):  # scales with which such codes have a similar size
         pattern = np.abs(drawn("float16", "signs", 1 / 64).view(np.float16))
     else:
         pattern = drawn("float16", "normal", 1.0).view(np.float16)
@@ -147,8 +150,8 @@ _MAKERS = {
 
 
 def quantized(a_shape: tuple[int, ...], s_shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """(A int8, S float32) of random normal activations in the layout of these shapes: rows, A [m, KB, 32] and S [m, KB,
-    4] (GPU), or tiles, A [MT, KB, P, 32] and S [MT, KB, 8, P] (CPU), with their fields."""
+    """(A int8, S float32) of random normal activations, in the layout of these shapes: rows, A [m, KB, 32] and S [m,
+    KB, 4] (GPU); or tiles, A [MT, KB, P, 32] and S [MT, KB, 8, P] (CPU)."""
     x = _rng("A").standard_normal(a_shape, np.float32)
     d = np.abs(x).max(-1, keepdims=True) / np.float32(127)
     q = np.rint(x / d).astype(np.int8)
@@ -164,16 +167,17 @@ def quantized(a_shape: tuple[int, ...], s_shape: tuple[int, ...]) -> tuple[np.nd
     return q, s
 
 
-# ---- routing of rows to random experts; facts "experts": as in schedules/operators/experts.py
+# ---- routing of rows to random experts. facts["experts"]: see schedules/operators/experts.py
 
 
 def routing_tables(facts: dict) -> dict[str, np.ndarray]:
-    """Ids, Slots, Pairs and Groups, flat int32; Groups are the experts of slots where tiles have one slot."""
+    """Ids, Slots, Pairs and Groups, flat int32. Groups are the experts of slots if tiles have one slot."""
     return _tables(*(facts[key] for key in ("count", "used", "tile", "m", "tiles")))
 
 
 def routed_slots(facts: dict, live: int) -> int:
-    """Slots from the first to the last that kernels write. live: rows; sorted slots are those of all rows."""
+    """The number of slots from the first to the last that kernels write. live: rows. Sorted slots are those of all
+    rows."""
     if facts["tile"] == 1:
         return facts["used"] * min(live, facts["m"])
     return int(routing_tables(facts)["Groups"][facts["tiles"] + facts["count"]]) * facts["tile"]

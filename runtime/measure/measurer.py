@@ -1,7 +1,7 @@
-"""Measures in a child process, which keeps the device open and is replaced when a candidate ends it.
+"""Measures in a child process. It keeps the device open, and is replaced when a candidate ends it.
 
-A result is one of `timing.py`, with "error" (None, or the reason for missing seconds) and, without an error, the
-figures "us", "gbps", "tflops". A candidate that crashes the process, loses the device or hangs gets an error.
+A result is one of `timing.py`, plus "error" (None, or why there are no seconds) and, without an error, the figures
+"us", "gbps", "tflops". A candidate that crashes the process, loses the device or hangs gets an error.
 """
 
 import logging
@@ -14,18 +14,19 @@ from mlc_amd.runtime.measure.candidate import Candidate, figures, read
 from mlc_amd.runtime.measure.child import Child, ChildDied
 
 MODULE = "mlc_amd.runtime.measure.program"
-SOFTWARE = "llvmpipe"  # how the name of Mesa's CPU driver begins
-START, TIMEOUT = 120.0, 60.0  # seconds: to open a device; between messages of a candidate
-LOAD = 5.0  # further seconds for each candidate of those that load together
-NOISY = 0.1  # share of the time that others had the processor, above which there is a warning
-MAX_DEATHS = 3  # of processes while several candidates load: then the machine is the cause
+SOFTWARE = "llvmpipe"  # the beginning of the name of Mesa's CPU driver
+START, TIMEOUT = 120.0, 60.0  # seconds to open a device; seconds between messages about a candidate
+LOAD = 5.0  # further seconds for each of the candidates that load together
+NOISY = 0.1  # a warning is shown if other programs had the processor for more than this share of the time
+# after so many deaths of processes while several candidates load, the machine is assumed to be the cause
+MAX_DEATHS = 3
 
 log = logging.getLogger("mlc_amd")
 
 
 class Measurer(Closing):
-    """A device to measure on, in a child process. device: as the backends take it. timeout: seconds between messages of
-    a candidate. A context manager. facts: {"device", "driver"} after `start` or the first measurement."""
+    """A device in a child process. A context manager. device: as for the backends. timeout: seconds between messages
+    about a candidate. facts: {"device", "driver"} after `start` or the first measurement."""
 
     def __init__(self, device: str | None = None, timeout: float = TIMEOUT, environment: dict[str, str] | None = None):
         self.device, self.timeout, self.facts = device, timeout, {}
@@ -36,7 +37,8 @@ class Measurer(Closing):
         self._open = None
 
     def start(self, candidate: Candidate) -> dict:
-        """Opens the device for candidates of this kind, and returns its facts. UserError if there is none."""
+        """Opens the device for candidates of this kind. Returns its facts. Raises UserError if there is no such
+        device."""
         key = (candidate.api, candidate.facts["arch"])
         if self._open != key:
             self.close()
@@ -49,8 +51,9 @@ class Measurer(Closing):
         return self.facts
 
     def measure(self, folders, progress: Callable[[str, dict], None] = lambda folder, result: None) -> list[dict]:
-        """Results in the order of `folders`; progress(folder, result) for each, again for one timed again. UserError
-        without a device, or when the process dies for all. The first candidate of a workload is its reference."""
+        """Returns the results in the order of `folders`. Calls progress(folder, result) for each candidate, and again
+        for one that is timed again. The first candidate of a workload is its reference. Raises UserError if there is no
+        device, or if the process dies for all candidates."""
         names, results = [str(Path(folder)) for folder in folders], {}
         groups: dict[str, list[Candidate]] = {}
         for name in dict.fromkeys(names):
@@ -75,7 +78,7 @@ class Measurer(Closing):
         candidates = dict(pending)
         while pending:
             self.start(next(iter(candidates.values())))
-            # a new process also measures the reference, for comparison
+            # a new process measures the reference again, for comparison
             doing: list[str] = list(dict.fromkeys([*([reference] if reference else []), *pending]))
             try:
                 self._child.send({"measure": doing, "together": together})
@@ -107,7 +110,8 @@ class Measurer(Closing):
             log.warning(text, min(100 * noise, 100))
 
     def interleaved(self, folders) -> list[list[float]]:
-        """Seconds of each candidate in each case, medians of interleaved rounds. UserError if one does not run."""
+        """Seconds of each candidate in each case: medians of interleaved rounds. Raises UserError if a candidate does
+        not run."""
         request = {"interleaved": list(map(str, folders))}
         try:
             answer = self._request(folders[0], request, self.timeout + LOAD * len(folders))
@@ -118,9 +122,9 @@ class Measurer(Closing):
         return answer["seconds"]
 
     def compare(self, untuned: Path, tuned: Path) -> dict:
-        """Compares the results of two candidates in the tuned one's `states`, as the fields of the database's
-        `Checked`: {"checked", "passed", "deviation", "error", "gain"}. The tuned one runs several times. gain: its
-        speedup in interleaved rounds, None if its results are wrong."""
+        """Compares the results of two candidates in the `states` of the tuned one, which runs several times. Returns
+        the fields of the database's `Checked`: {"checked", "passed", "deviation", "error", "gain"}. gain: the tuned
+        candidate's speedup in interleaved rounds, None if its results are wrong."""
         request = {"compare": [str(untuned), str(tuned)]}
         try:
             answer = self._request(tuned, request, 2 * self.timeout)
@@ -131,7 +135,7 @@ class Measurer(Closing):
         return {"checked": where, "passed": not answer["error"]} | found
 
     def _request(self, folder: str | Path, request: dict, timeout: float) -> dict:
-        """Opens the device for that candidate, and returns the answer to a request. Died."""
+        """Opens the device for the candidate, and returns the answer to a request. Raises Died."""
         self.start(read(folder))
         try:
             self._child.send(request)

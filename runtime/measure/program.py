@@ -1,8 +1,8 @@
-"""The measuring program: a child process that loads, times and compares candidates; `measurer.py` is its parent.
+"""The measuring program: a child process that loads, times and compares candidates. `measurer.py` is its parent.
 
 In, one JSON line each: {"open": folder, "device"} opens the device for this candidate; {"measure": [folders of one
-group], "together": whether they load at once}; {"compare": [untuned, tuned]}; {"interleaved": [folders of one group]}.
-Out, JSON lines, the last one with "done"; before each thing that may crash {"doing": [folders]}.
+group], "together": whether they load at the same time}; {"compare": [untuned, tuned]}; {"interleaved": [folders of one
+group]}. Out: JSON lines, the last of which has "done"; and {"doing": [folders]} before everything that may crash.
 """
 
 import importlib
@@ -15,11 +15,11 @@ from mlc_amd.runtime.measure.candidate import read
 from mlc_amd.runtime.measure.child import serve
 
 BACKENDS = {"vulkan": ("vulkan", "VulkanBackend"), "rocm": ("hip", "HipBackend"), "cpu": ("cpu", "CpuBackend")}
-TIMES = 3  # runs of a kernel that is compared, in each state
+TIMES = 3  # runs of a compared kernel in each state
 
 
 def open_backend(candidate, device: str | None = None):
-    """The device for a candidate. UserError if there is none here."""
+    """Opens the device for a candidate. Raises UserError if this machine has no such device."""
     if candidate.api not in BACKENDS:
         raise UserError(f"this version cannot measure kernels of target '{candidate.api}'; use a newer mlc-amd")
     module, name = BACKENDS[candidate.api]
@@ -27,7 +27,7 @@ def open_backend(candidate, device: str | None = None):
 
 
 class MeasureProgram:
-    """Keeps the device open between requests."""
+    """Answers requests. Keeps the device open between them."""
 
     def __init__(self):
         self.backend = None
@@ -65,9 +65,9 @@ class MeasureProgram:
 
 
 def compare_candidates(backend, untuned, tuned) -> dict:
-    """{"deviation": largest difference as a share of the tolerance, "error": what is wrong, "gain": of `Bench.gain`
-    where nothing is, else None}, in each of the tuned candidate's states, of TIMES runs of it: a kernel with a race
-    may be right once."""
+    """Compares TIMES runs of the tuned candidate in each of its states, because a kernel with a race may be right once.
+    Returns {"deviation": largest difference as a share of the tolerance, "error": what is wrong, "gain": `Bench.gain`,
+    None if there is an error}."""
     nothing = {"deviation": None, "gain": None}
     if untuned.group != tuned.group:
         return nothing | {"error": "the two kernels do not have the same parameters"}

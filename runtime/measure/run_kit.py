@@ -1,18 +1,18 @@
-"""Measures a kit, a folder of candidates of `mlc-amd tune --export-kit`, on another machine. Needs Python and numpy.
+"""Measures a kit on another machine. A kit is a folder of candidates from `mlc-amd tune --export-kit`. Needs Python and
+numpy.
 
     kit.json      format 2, id, target, arch, model; candidates {name: {"reference", ..}}: reference is the untuned
-                  kernel of the same workload ("" for that kernel itself)
-    candidates/   a folder for each, as candidate.py describes them
-    copy/         one that copies memory, for target vulkan, to measure its bandwidth
+                  kernel of the same workload ("" for the untuned kernel itself)
+    candidates/   a folder for each candidate, as described in candidate.py
+    copy/         for target vulkan: a candidate that copies memory, to measure the bandwidth
     lib/          these sources
-    results.json  written here, rewritten after each result, so that an interrupted run resumes:
+    results.json  written here. It is rewritten after each result, so that an interrupted run can continue:
         format    2
         kit       the kit's id
-        facts     {"device", "driver"}, and where there is copy/, "copy_bandwidth": bytes per second, read and written
-                  together
+        facts     {"device", "driver"}; with copy/ also "copy_bandwidth": bytes per second, read and written together
         results   {name: a result of measurer.py}
-        checks    {name: {"checked": "device" or "lavapipe", "passed", "deviation", "error", "gain"}}: of those that are
-                  faster than their reference
+        checks    {name: {"checked": "device" or "lavapipe", "passed", "deviation", "error", "gain"}} of the candidates
+                  that are faster than their reference
 
 `mlc-amd tune --import-kit` reads the measurements from results.json and kit.json.
 """
@@ -32,7 +32,7 @@ KIT, RESULTS, CANDIDATES, COPY = "kit.json", "results.json", "candidates", "copy
 
 
 def _object(path: Path) -> dict | None:
-    """The JSON object of a file; None if there is none."""
+    """The JSON object in a file; None if there is none."""
     try:
         found = json.loads(path.read_text()) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
@@ -41,7 +41,7 @@ def _object(path: Path) -> dict | None:
 
 
 def _are_candidates(found: object) -> bool:
-    """Whether it is {name: {"reference": name or "", ..}}, with names of folders in one folder."""
+    """Whether `found` is {name: {"reference": name or "", ..}}, where names are folders in one folder."""
     return isinstance(found, dict) and all(
         isinstance(entry, dict) and name.isprintable() and "/" not in name and entry.get("reference") in ("", *found)
         for name, entry in found.items()
@@ -49,7 +49,7 @@ def _are_candidates(found: object) -> bool:
 
 
 class KitRun:
-    """A kit that is being measured. device: as `Measurer` takes it."""
+    """A run that measures a kit. device: see `Measurer`."""
 
     def __init__(self, folder: Path, device: str | None = None):
         self.folder = folder
@@ -67,7 +67,7 @@ class KitRun:
         self._started = time.monotonic()
 
     def _resume(self) -> None:
-        """Loads the results of an earlier run; those of a damaged file are measured again."""
+        """Loads the results of an earlier run. If their file is damaged, everything is measured again."""
         earlier = _object(self.folder / RESULTS)
         if (
             earlier
@@ -81,7 +81,7 @@ class KitRun:
             self.found |= {name: earlier[name] for name in ("facts", "results", "checks")}
 
     def all(self) -> None:
-        """Measures, then compares, all remaining candidates. UserError without a device for the kit."""
+        """Measures, then compares, all remaining candidates. Raises UserError if there is no device for the kit."""
         groups: dict[str, list[str]] = {}
         for name, facts in self.candidates.items():
             groups.setdefault(facts["reference"] or name, []).append(name)
@@ -92,12 +92,12 @@ class KitRun:
                 self._compare(measurer, reference, [name for name in names if name not in self.found["checks"]])
 
     def _copy(self, measurer: Measurer) -> None:
-        """Measures the speed of a copy kernel as the device's bandwidth."""
+        """Measures the device's bandwidth with a copy kernel."""
         if (self.folder / COPY).is_dir() and not self.found["facts"]:
             (result,) = measurer.measure([self.folder / COPY])
             self.found["facts"] = dict(measurer.facts)
             if result["error"] is None:
-                # of the fastest run, as for VulkanDevice
+                # of the fastest run, as in VulkanDevice
                 rate = figures(read(self.folder / COPY).facts, min(result["runs"]))["gbps"]
                 self.found["facts"]["copy_bandwidth"] = rate * 1e9
                 print(f"{measurer.facts['device']} copies {rate:.1f} GB/s", flush=True)
@@ -105,7 +105,7 @@ class KitRun:
     def _measure(self, measurer: Measurer, reference: str, names: list[str]) -> None:
         if not names:
             return
-        # a resumed run times the reference again, because clocks may differ; its first result is kept
+        # a continued run times the reference again, because clocks may differ; the reference's first result is kept
         folders = dict.fromkeys([reference, *names])
 
         def note(folder: str, result: dict) -> None:
@@ -121,7 +121,7 @@ class KitRun:
         measurer.measure([self._folder(name) for name in folders], note)
 
     def _compare(self, measurer: Measurer, reference: str, names: list[str]) -> None:
-        """Compares those that are faster than the reference with it: others will not be used."""
+        """Compares the candidates that are faster than the reference with it. The others will not be used."""
         times = {name: self.found["results"][name].get("seconds") for name in (reference, *names)}
         for name in names:
             if name == reference or times[name] is None or not times[name] < (times[reference] or float("inf")):
@@ -154,7 +154,7 @@ class KitRun:
 
 
 def main(folder: Path, arguments: list[str]) -> int:
-    """The kit's command line; the exit code."""
+    """The command line of a kit. Returns the exit code."""
     parser = argparse.ArgumentParser("run.py", description="Measures the kernels of this kit and writes results.json.")
     parser.add_argument("--device", help="the GPU: its number, or a part of its name")
     options = parser.parse_args(arguments)

@@ -1,30 +1,30 @@
-"""Timing the candidates of one workload side by side, under the conditions of a running model.
+"""Times the candidates of one workload side by side, under the conditions of a running model.
 
-In: a backend (`vulkan.py`, `hip.py`, `cpu.py`) and candidates of one group. Out: for each a result, a dict of JSON
-values:
+In: a backend (`vulkan.py`, `hip.py`, `cpu.py`) and candidates of one group. Out: a result for each candidate, a dict of
+JSON values:
 
-    seconds     of a call, the mean over its cases of each case's median
-    runs        the same for each repetition, in their order
+    seconds     of a call: the mean over its cases of each case's median
+    runs        the same for each repetition, in order
     cases       {case: median seconds}
-    spread      (90th - 10th percentile) / median of the worst case: the uncertainty
-    outliers    repetitions more than OUTLIER beyond the median
+    spread      (90th - 10th percentile) / median, of the worst case: the uncertainty
+    outliers    number of repetitions more than OUTLIER above the median
     noise       share of the time in which other programs had the processor, in the worst of the used repetitions
-    drift       relative change of the reference's time during the measurement, where it stayed above DRIFT; else 0
+    drift       relative change of the reference's time during the measurement if it stayed above DRIFT, otherwise 0
 
-Conditions: calls rotate over copies of weights and caches that together are larger than the last-level cache, so each
-call reads them from memory; a call waits for the one before; the device was busy just before. The first candidate (by
-convention the untuned kernel) is the reference: it is timed again after every CHECK others. When its time has changed,
-the clocks have, and the candidates since then are timed again.
+Conditions: calls rotate over copies of weights and caches that together are larger than the last-level cache, so that
+each call reads them from memory; a call waits for the call before it; the device was busy just before. The first
+candidate (by convention the untuned kernel) is the reference. It is timed again after every CHECK other candidates. If
+its time has changed, clocks have changed, and the candidates since its last timing are timed again.
 
-Backends have: `name`, `facts`, `cache` (bytes to rotate over), `target` (seconds that one repetition should take), and
+A backend has `name`, `facts`, `cache` (bytes to rotate over), `target` (seconds that one repetition should take), and
 
-    open(sizes)                     memory for {key: bytes}, replacing the last
-    put(key, array), get(key, n)    contents as uint8
-    load(candidates)                a handle or an exception for each
+    open(sizes)                     allocates memory for {key: bytes}, in place of the last memory
+    put(key, array), get(key, n)    write and read contents as uint8
+    load(candidates)                a handle or an exception for each candidate
     bind(handle, candidate, keys)   a call on the buffers of these keys: one for each parameter, then the scratch
                                     buffers
     run(calls)                      seconds on the device's clock for dependent calls; the same sequence often recurs
-    noise                           in the last run, the share of the time that other programs had the processor
+    noise                           share of the time in which other programs had the processor in the last run
     close()
 """
 
@@ -37,23 +37,24 @@ from mlc_amd.runtime.measure.candidate import PRIVATE, ROLES, ROTATING, STEP, WR
 from mlc_amd.runtime.measure.inputs import fill
 
 REPEATS = 7
-FEWER = 3  # repetitions of candidates that are slow
-SLOW = 3.0  # times the reference's time
-LONG = 0.5  # seconds of one call
+FEWER = 3  # repetitions of slow candidates
+SLOW = 3.0  # a candidate is slow if it takes so many times the reference's time
+LONG = 0.5  # a call that takes so many seconds is long
 MAX_CALLS, MAX_COPIES = 2000, 1024
 BUSY = 0.25  # seconds of work before the first timing
-IDLE = 0.05  # seconds after which clocks may have fallen
+IDLE = 0.05  # seconds of idleness after which clocks may have fallen
 CHECK = 8  # candidates between two timings of the reference
 OUTLIER, DRIFT, SPREAD = 0.2, 0.1, 0.1
-QUANTILE = 25  # percent: of the rounds' gains, for the result
-ROUNDS = 15  # interleaved
+QUANTILE = 25  # percentile of the rounds' gains that is the result
+ROUNDS = 15  # interleaved rounds
 LONGEST = 5.0  # seconds after which FEWER rounds are enough
-MAX_NOISE = 0.03  # of a used repetition, if there are enough among ATTEMPTS times as many or in PATIENCE seconds
+# limit of the noise of used repetitions, if enough of ATTEMPTS times as many, or those in PATIENCE seconds, are below
+MAX_NOISE = 0.03
 ATTEMPTS, PATIENCE = 3, 1.0
 
 
 class Bench:
-    """Candidates of one group in memory. `failures`: {number: error} of those that do not load."""
+    """Candidates of one group in memory. failures: {number: error} of candidates that cannot be loaded."""
 
     def __init__(self, backend, candidates: list[Candidate]):
         self.backend, self.candidates = backend, candidates
@@ -81,7 +82,7 @@ class Bench:
                     self.backend.put((where, param.name), arrays[param.name].reshape(-1).view(np.uint8))
 
     def _prepare(self, index: int, state) -> None:
-        """Writes the case's state, and this candidate's own memory in its layout."""
+        """Writes the inputs of the case's state, and clears this candidate's own memory, in its layout."""
         candidate = self.candidates[index]
         for param in candidate.params:
             if param.role == "zero":
@@ -90,11 +91,11 @@ class Bench:
 
     @staticmethod
     def key(param: Param, copy: int = 0):
-        """The backend's key of a parameter's memory."""
+        """The backend's key for a parameter's memory."""
         return (copy if param.role in ROTATING else "own" if param.role in PRIVATE else "shared", param.name)
 
     def call(self, index: int, copy: int = 0):
-        """The backend's call of a candidate, on that copy of rotating parameters."""
+        """The backend's call of a candidate, with that copy of rotating parameters."""
         if (index, copy) not in self._calls:
             candidate = self.candidates[index]
             keys = [self.key(p, copy) for p in candidate.params]
@@ -103,9 +104,9 @@ class Bench:
         return self._calls[index, copy]
 
     def _run(self, index: int, count: int) -> float:
-        """Seconds of one call, the mean of `count` consecutive ones."""
-        # Sequences over all copies are equal each time, which backends cache. Shorter ones continue where the last
-        # one ended.
+        """Seconds of one call: the mean of `count` consecutive calls."""
+        # Sequences over all copies are always equal, so backends can cache them. Shorter sequences continue where the
+        # last one ended.
         self._copy = 0 if count >= self.copies else self._copy
         calls = [self.call(index, (self._copy + i) % self.copies) for i in range(count)]
         self._copy = (self._copy + count) % self.copies
@@ -125,10 +126,10 @@ class Bench:
             count = self._count(index, self._run(index, count))
 
     def _settle(self, index: int, state) -> tuple[float, int]:
-        """(seconds of a call, calls per repetition), on a busy device."""
+        """(seconds of a call, calls per repetition), measured on a busy device."""
         self._prepare(index, state)
         self._warm(index)
-        seconds = self._run(index, 1)  # includes the driver's work for a kernel's first launch
+        seconds = self._run(index, 1)  # the first launch of a kernel includes work of the driver
         count = self._count(index, seconds)
         if count > 1:
             seconds = self._run(index, min(count, 16))
@@ -138,7 +139,7 @@ class Bench:
     # ---- timing
 
     def _time(self, index: int, limit: float) -> dict:
-        """A result without drift. limit: seconds beyond which a candidate is slow."""
+        """A result without drift. limit: candidates that take more seconds are slow."""
         cases, rounds, noise = {}, [], 0.0
         for case in self.candidates[index].cases:
             first, count = self._settle(index, case["state"])
@@ -162,7 +163,8 @@ class Bench:
         }
 
     def _repeat(self, index: int, count: int, repeats: int) -> tuple[list[float], float]:
-        """(seconds of a call in so many repetitions, the least noisy of up to ATTEMPTS times as many, their noise)."""
+        """Returns (seconds of a call in `repeats` repetitions, their noise). They are the least noisy of up to ATTEMPTS
+        times as many."""
         found, end = [], time.perf_counter() + PATIENCE
         while len(found) < ATTEMPTS * repeats and sum(others <= MAX_NOISE for others, _, _ in found) < repeats:
             if len(found) >= repeats and time.perf_counter() > end:
@@ -173,7 +175,8 @@ class Bench:
         return [seconds for _, _, seconds in best], max(others for others, _, _ in best)
 
     def measure(self, doing: Callable[[int], None], done: Callable[[int, dict], None]) -> None:
-        """Times all that loaded. doing(number) before, done(number, result) after each, perhaps again, then better."""
+        """Times all loaded candidates. Calls doing(number) before and done(number, result) after each one; again if it
+        is timed again."""
         usable = [i for i in range(len(self.candidates)) if i not in self.failures]
         if not usable:
             return
@@ -190,7 +193,7 @@ class Bench:
                 since = []
 
     def _again(self, indices: list[int], reference: "_Reference", limit: float, doing, done) -> None:
-        """Times candidates again that were measured while the clocks changed; marks them if the clocks still do."""
+        """Times candidates again that were measured while clocks changed. Marks them if clocks still change."""
         results = []
         for index in indices:
             doing(index)
@@ -200,13 +203,14 @@ class Bench:
             done(index, result | {"drift": drift if abs(drift) > DRIFT else 0.0})
 
     def gain(self) -> float:
-        """The second candidate's speedup over the first: the lower quartile of interleaved rounds. The median would be
-        above 1 half of the time where there is no difference."""
+        """The speedup of the second candidate over the first: the lower quartile of interleaved rounds. Without any
+        difference, the median would be above 1 half of the time."""
         seconds = self.interleaved().sum(axis=2)
         return float(np.percentile(seconds[:, 0] / seconds[:, 1], QUANTILE))
 
     def interleaved(self) -> np.ndarray:
-        """Seconds of a call [round, candidate, case]: in a round one after the other, with the same noise."""
+        """Seconds of a call, [round, candidate, case]. In a round, candidates run one after the other, with the same
+        noise."""
         cases, rounds = self.candidates[0].cases, []
         indices = range(len(self.candidates))
         counts = {(place, i): self._settle(i, case["state"])[1] for place, case in enumerate(cases) for i in indices}
@@ -223,8 +227,8 @@ class Bench:
     # ---- results
 
     def outputs(self, index: int, state, again: bool = False) -> dict[str, np.ndarray]:
-        """The parameters that one call writes, after it, from fresh inputs. again: the call before was for this state,
-        too, so its inputs, which no kernel may write, are used again."""
+        """The parameters that one call writes, with fresh inputs. again: the last call was for this state, too; its
+        inputs are used again, as no kernel may write them."""
         self._fill(state, range(1), WRITTEN if again else ROLES)
         self._prepare(index, state)
         self.backend.run([self.call(index, 0)])
@@ -234,7 +238,7 @@ class Bench:
 
 
 class _Reference:
-    """The kernel that the others are compared with. seconds: the median of its timings, which ignores an outlier."""
+    """The kernel to which the others are compared. seconds: the median of its timings, which ignores an outlier."""
 
     def __init__(self, index: int, time_it: Callable[[], dict], doing, done):
         self.index, self._time_it, self._doing, self._done, self._results = index, time_it, doing, done, []
@@ -244,7 +248,8 @@ class _Reference:
         return float(np.median([result["seconds"] for result in self._results]))
 
     def drift(self) -> float:
-        """Times it once more, and returns the relative difference. The timing nearest to the median is its result."""
+        """Times it again. Returns the relative difference to `seconds`. Its result is the timing nearest to the
+        median."""
         self._doing(self.index)
         self._results.append(self._time_it())
         self._done(self.index, min(self._results, key=lambda result: abs(result["seconds"] - self.seconds)))
@@ -252,7 +257,7 @@ class _Reference:
 
 
 def _copies(candidate: Candidate, rotating, cache: int) -> int:
-    """The number of copies of rotating parameters: calls read more than the cache, and all fit the memory."""
+    """The number of copies of rotating parameters: enough to exceed the cache, but they must fit the memory."""
     total = sum(p.nbytes for p in rotating)
     if not total:
         return 1
@@ -262,7 +267,7 @@ def _copies(candidate: Candidate, rotating, cache: int) -> int:
 
 
 def _private(candidate: Candidate) -> dict:
-    """Key -> bytes of a candidate's own memory."""
+    """The keys of a candidate's own memory, with bytes."""
     own = {("own", p.name): p.nbytes for p in candidate.params if p.role in PRIVATE}
     return own | {("own", i): nbytes for i, nbytes in enumerate(candidate.facts["scratch"])}
 

@@ -1,4 +1,5 @@
-"""Measuring on a GPU through Vulkan: recorded calls with barriers between, timed by the queue's own clock."""
+"""Measures on a GPU through Vulkan. Calls are recorded with barriers between them, and timed by the queue's own
+clock."""
 
 import ctypes
 from contextlib import ExitStack
@@ -14,28 +15,28 @@ from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import last_level_cache
 
-CACHE = 512 << 20  # bytes to rotate over: more than the largest last-level cache of GPUs there is (256 MiB)
-SHARE = 8  # but at most one of so many parts of the GPU's memory
-TABLES = 1 << 20  # bytes of a block of tables of addresses
+CACHE = 512 << 20  # bytes to rotate over: more than the largest last-level cache of a GPU (256 MiB)
+SHARE = 8  # at most 1 / SHARE of the GPU's memory
+TABLES = 1 << 20  # bytes of a block that holds tables of addresses
 
 
 class _Marks(CommandRecorder):
-    """A recorder that writes timestamps at `mark` only."""
+    """A recorder that writes timestamps only at `mark`."""
 
     def stamp(self) -> None:
-        """Without timestamps of launches."""
+        """Does nothing: launches get no timestamps."""
 
     def mark(self) -> None:
         super().stamp()
 
 
 class VulkanBackend:
-    """See `timing.py`. device: None, or a GPU's number or part of its name."""
+    """The backend for Vulkan; see `timing.py`. device: a GPU's number or part of its name, or None."""
 
-    noise = 0.0  # other programs on the GPU show as drift
+    noise = 0.0  # noise is unknown: other programs on the GPU show as drift
 
     def __init__(self, device: str | None, candidate):
-        self._held, self._group = ExitStack(), ExitStack()  # until the end, the next group
+        self._held, self._group = ExitStack(), ExitStack()  # open until the end, until the next group
         self._needs = candidate.facts["needs"]
         self.instance = Instance()
         self._held.callback(self.instance.close)
@@ -76,7 +77,7 @@ class VulkanBackend:
             together = {(i, symbol): module for i, modules in enumerate(kernels) for symbol, module in modules.items()}
             made = self._pipelines.build(together)
             return [{symbol: made[i, symbol] for symbol in modules} for i, modules in enumerate(kernels)]
-        except api.VulkanError:  # of one of them: the others are used
+        except api.VulkanError:  # one candidate fails: the others are used
             return [self._load(modules) for modules in kernels]
 
     def _load(self, modules: dict):
@@ -106,7 +107,7 @@ class VulkanBackend:
         return prepare(step["symbol"], handle[step["symbol"]], step, spans, table)
 
     def _table(self, addresses: list[int]) -> int:
-        """The address of a table of addresses, which take a place in a block of them."""
+        """The address of a table of addresses, which is written to a free place of a block."""
         values = np.array(addresses, np.uint64).view(np.uint8)
         if self._tables is None or self._tables_end + values.nbytes > TABLES:
             self._tables, self._tables_end = self.memory.block(TABLES, "device"), 0
@@ -117,17 +118,17 @@ class VulkanBackend:
         return self._tables.address + place
 
     def run(self, calls) -> float:
-        # recording takes longer than small kernels run, and clocks fall while the GPU waits for it
+        # recording takes longer than small kernels run, and clocks would fall while the GPU waits
         made_of = [id(call) for call in calls]
         if made_of != self._recorded_of:
-            self._recorded_of, self._calls = made_of, calls  # keeps them, and so their ids, alive
+            self._recorded_of, self._calls = made_of, calls  # keeps the calls alive, so that their ids stay unique
             self._recorded = self._record(calls)
         assert self._recorded is not None  # with the calls
         self.context.run(self._recorded)
         return timing.seconds(self.context, *timing.results(self.context, self._queries, 2))
 
     def _record(self, calls) -> ctypes.Structure:
-        """The calls between two timestamps, to be submitted, in place of what was recorded before."""
+        """Records the calls between two timestamps, in place of the last recording. Returns what is submitted."""
         if self._recorded:
             self.context.release(self._recorded)
         recorder = _Marks(self.context, self._pipelines.layout, (self._queries, 0, 2))
@@ -136,7 +137,7 @@ class VulkanBackend:
         for launches in calls:
             for launch in launches:
                 recorder.launch(launch)
-            recorder.barrier()  # what follows in a model reads what this wrote
+            recorder.barrier()  # in a model, the next kernel reads what this one wrote
         recorder.mark()
         return recorder.end()
 

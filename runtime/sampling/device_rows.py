@@ -1,5 +1,5 @@
-"""Writes the parameters of a device's sampling: rows of layout.py's buffers, from the settings, the tokens so far and
-the position. The order of the steps is that of sampler.py."""
+"""Writes the parameters of sampling on a device: rows of the buffers of layout.py. In: the settings, the tokens so far
+and the position. Devices apply the steps in the order of sampler.py."""
 
 import math
 from collections.abc import Sequence
@@ -23,9 +23,12 @@ def write_row(
     logprob: bool = False,
     masked: bool = False,
 ) -> None:
-    """Writes one row: `words` int32 [WORDS], the used part of `changes` int32 [CHANGES, 2]. recent: the tokens so far,
-    the latest last. position: of the token to choose, in its sequence. seed: of the sequence, where `sampling` has
-    none. masked: whether its row of `allowed` is used, which has at least one token."""
+    """Writes one row: `words`, int32 [WORDS], and the used part of `changes`, int32 [CHANGES, 2].
+
+    recent: the tokens so far, the latest last. position: of the chosen token in its sequence. seed: of the sequence,
+    used if `sampling` has none. vocab: size of the vocabulary. logprob: whether the log-probability is wanted. masked:
+    whether the row of `allowed` is used; it must allow at least one token.
+    """
     found = changes_of(sampling, recent)
     count, draw = len(found.ids), not sampling.greedy
     changes[:count, 0] = found.ids | np.where(found.recent, np.int32(RECENT), np.int32(0))
@@ -45,14 +48,14 @@ def write_row(
 
 
 def seed_words(seed: int) -> tuple[int, int]:
-    """(low, high) 32 bits of a seed below 2**SEED_BITS."""
+    """The lower and upper 32 bits of a seed. Raises ValueError if it is not below 2**SEED_BITS."""
     if not 0 <= seed < 1 << SEED_BITS:
         raise ValueError(f"seed {seed} has more than {SEED_BITS} bits")
     return seed & 0xFFFFFFFF, seed >> 32
 
 
 def mask_words(allowed: np.ndarray) -> np.ndarray:
-    """A row of `allowed` for a bool for each column of the logits."""
+    """A row of the buffer `allowed`, int32. allowed: bool, for each column of the logits."""
     bits = np.zeros(-(-len(allowed) // 32) * 32, bool)
     bits[: len(allowed)] = allowed
     return np.packbits(bits, bitorder="little").view(np.int32)

@@ -1,4 +1,5 @@
-"""Changes of single tokens' logits: penalties of recent tokens, and biases; for the samplers of host and device."""
+"""Changes of the logits of single tokens: penalties of recent tokens, and biases. For sampling on the host and on
+devices."""
 
 import operator
 from collections import Counter
@@ -13,7 +14,8 @@ from mlc_amd.runtime.sampling.settings import Sampling
 
 @dataclass(frozen=True)
 class Changes:
-    """ids: distinct tokens, int32; recent: bool, to be penalized for repetition; added: to their logits, float32."""
+    """ids: distinct tokens, int32. recent: bool, whether the repetition penalty applies. added: what is added to their
+    logits, float32."""
 
     ids: np.ndarray
     recent: np.ndarray
@@ -24,7 +26,8 @@ _NONE = Changes(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.float32
 
 
 def changes_of(sampling: Sampling, recent: Sequence[int]) -> Changes:
-    """The changes after the tokens `recent`, the latest last: of biased ones, then of the latest, at most CHANGES."""
+    """The changes after the tokens `recent`, the latest last: first of tokens with a bias, then of the latest tokens;
+    at most CHANGES."""
     penalized = _penalized(sampling, recent)
     bias = dict(sampling.logit_bias)
     if not bias and not penalized:
@@ -37,10 +40,10 @@ def changes_of(sampling: Sampling, recent: Sequence[int]) -> Changes:
 
 
 def _penalized(sampling: Sampling, recent: Sequence[int]) -> dict[int, int]:
-    """The number of occurrences of each recent token, the latest first; empty without penalties."""
+    """The number of occurrences of each recent token, the latest token first. Empty if there are no penalties."""
     off = sampling.repetition_penalty == 1 and not sampling.presence_penalty and not sampling.frequency_penalty
     if off or not sampling.repetition_window:
         return {}
-    # Python's integers: NumPy's are ten times slower to count
+    # Python's integers: counting NumPy's takes ten times as long
     latest = map(operator.index, reversed(recent[-sampling.repetition_window :]))
-    return Counter(token for token in latest if token >= 0)  # rows of images are negative
+    return Counter(token for token in latest if token >= 0)  # rows of images have negative numbers

@@ -1,5 +1,5 @@
-"""Random numbers as a function of seed and position, whatever the batch, on host and device: Philox4x32-10 (Salmon et
-al. 2011, "Parallel random numbers: as easy as 1, 2, 3")."""
+"""Random numbers as a function of seed and position, the same on host and device and for any batch: Philox4x32-10
+(Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3")."""
 
 SEED_BITS = 64
 ROUNDS = 10
@@ -9,7 +9,7 @@ _WORD = 0xFFFFFFFF
 
 
 def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Four words of 32 random bits."""
+    """Four words of 32 random bits each. key, counter: words of 32 bits."""
     a, b, c, d = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -20,12 +20,13 @@ def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[in
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number of 0 <= x < 1 for a seed of up to SEED_BITS bits and a position of up to 32."""
+    """A number x, 0 <= x < 1. seed: at most SEED_BITS bits. position: at most 32 bits."""
     return philox((seed & _WORD, seed >> 32), (position, 0, 0, 0))[0] / (_WORD + 1)
 
 
 def seed_of(seed: int, index: int) -> int:
-    """The seed of the answer `index` to a request with this seed: itself for the first one, else a number from counters
-    that `uniform` does not use. So answers share no random numbers, whatever the seeds of their requests."""
+    """The seed of answer `index` to a request with this seed: the seed itself for answer 0, otherwise a random number
+    with a counter that `uniform` does not use. So no two answers have the same random numbers, whatever the seeds of
+    their requests are."""
     low, high, *_ = philox((seed & _WORD, seed >> 32), (index, 0, 0, 1))
     return high << 32 | low if index else seed

@@ -1,4 +1,4 @@
-"""How tokens are chosen: the parameters that users set, checked (UserError for values out of range)."""
+"""The settings of sampling that users can change. Raises UserError for values out of range."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,15 +11,15 @@ from mlc_amd.runtime.options import MANY, Option, described
 from mlc_amd.runtime.sampling.layout import CHANGES
 from mlc_amd.runtime.sampling.philox import SEED_BITS
 
-# Below this temperature the choice is greedy: float32 would overflow.
+# Below this temperature the choice is greedy: the scaled logits would overflow float32.
 _COLDEST = 1e-5
-_FILE = "the model file's, else off"  # a default
+_FILE = "the model file's, else off"  # the text of a default
 LARGEST_BIAS = 1e6
 _KINDS = {float: (Real, "a number"), int: (Integral, "a whole number"), int | None: (Integral, "a whole number")}
 
 
 class SamplingChanges(TypedDict, total=False):
-    """The parameters of `Sampling` as keyword arguments, each of which replaces a default."""
+    """The parameters of `Sampling` as keyword arguments. Each one replaces a default."""
 
     temperature: Annotated[float, Option(
         "divides the logits before sampling; 0 always takes the most probable token",
@@ -50,8 +50,8 @@ class SamplingChanges(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose tokens, see `SamplingChanges`; every default means "off", which leaves the greedy choice. Penalties
-    and biases change the logits of 256 different tokens at most: those with a bias, then the latest."""
+    """How to choose tokens; see `SamplingChanges`. All defaults together mean the greedy choice. Penalties and biases
+    change the logits of at most 256 different tokens: those with a bias, then the latest tokens."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -88,7 +88,7 @@ class Sampling:
         return penalties and self.repetition_window > 0
 
     def changed(self, **changes: Unpack[SamplingChanges]) -> "Sampling":
-        """A copy with other values of some parameters. UserError for an unknown name and a value out of range."""
+        """A copy with changed parameters. Raises UserError for an unknown name or a value out of range."""
         known = SamplingChanges.__annotations__
         if unknown := sorted(changes.keys() - known.keys()):
             raise UserError(f"there is no sampling parameter {unknown[0]}: choose from {', '.join(known)}")
@@ -96,12 +96,12 @@ class Sampling:
 
 
 def without_ends(sampling: Sampling, ends: Iterable[int]) -> Sampling:
-    """The same with a bias that prevents the choice of these tokens as long as there are others."""
+    """A copy with a bias that prevents the choice of the tokens `ends` as long as other tokens are possible."""
     return sampling.changed(logit_bias={**sampling.logit_bias, **dict.fromkeys(ends, -LARGEST_BIAS)})
 
 
 def _fits(value: object) -> bool:
-    """Whether a float can hold a whole number."""
+    """Whether a float can hold a whole number. True for other values."""
     return not isinstance(value, Integral) or abs(int(value)) <= float_info.max
 
 

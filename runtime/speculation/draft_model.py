@@ -1,7 +1,7 @@
-"""Guesses of the next tokens of answers, from a smaller model with the same vocabulary.
+"""Guesses the next tokens of answers with a smaller model, the draft model, which has the same vocabulary.
 
-It chooses tokens as the answers do, with their settings and seeds: where both models have similar probabilities they
-often choose the same token, at any temperature.
+The draft model chooses tokens with the settings and the seed of the answer. So where both models have similar
+probabilities, they often choose the same token, at any temperature.
 """
 
 from collections import OrderedDict
@@ -24,12 +24,13 @@ from mlc_amd.runtime.speculation.prompt_lookup import PromptLookup
 from mlc_amd.runtime.speculation.speculation import Drafter
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 
-LOOKUP, OWN = "lookup", "mtp"  # the other drafters, by their names for users
-_FEW = 8  # pending tokens, at most, that are single rows of a step
+LOOKUP, OWN = "lookup", "mtp"  # names of the other drafters, for users
+_FEW = 8  # largest number of pending tokens that become single rows of a step
 
 
 class DraftModel:
-    """A `Drafter`. artifact, device: of the draft model, closed with it. UserError for another vocabulary."""
+    """A `Drafter`. artifact, device: of the draft model; `close` closes them. Raises UserError if the vocabulary
+    differs."""
 
     expected, free, at_once, follows = 0.7, False, False, False
 
@@ -43,7 +44,8 @@ class DraftModel:
         self._cache = KvCache(pages_of(device, manifest), manifest["context"], images=manifest.get("images"))
         self._runner = Runner(artifact, device, self._cache)
         self._sequences: OrderedDict[Request, Sequence] = OrderedDict()  # the least recently used first
-        # first tokens of a request, and how many of the sequence these are, which are certain
+        # by request: how many of its tokens were read, and how many tokens of the sequence these became; the latter are
+        # no guesses
         self._known: dict[Request, tuple[int, int]] = {}
 
     def draft(self, wanted: Mapping[Request, tuple[TokenChoice, int]]) -> Mapping[Request, list[int]]:
@@ -61,7 +63,7 @@ class DraftModel:
         return {request: guesses for request, guesses in found.items() if guesses}
 
     def _fitting(self, unfinished: Iterable[Request], wanted: Collection[Request]) -> list[Request]:
-        """Those whose rows fit a step."""
+        """The requests whose rows fit a step."""
         rows, found = self._runner.functions.single_rows, []
         for request in unfinished:
             sequence = self._sequences[request]
@@ -71,8 +73,8 @@ class DraftModel:
         return found
 
     def _follow(self, request: Request, tokens: SequenceOf[int]) -> None:
-        """Sets the tokens of the request's sequence, without rows of images, of which this model has no features; a
-        common prefix stays computed."""
+        """Sets the tokens of the request's sequence; the common prefix stays computed. Rows of images are left out, as
+        this model has no features for them."""
         sequence = self._sequences.setdefault(request, self._cache.sequence())
         self._sequences.move_to_end(request)
         (given, known), own, equal = self._known.get(request, (0, 0)), sequence.tokens, 0
@@ -92,7 +94,8 @@ class DraftModel:
             sequence.advance(count)
 
     def _reserve(self, sequence: Sequence, wanted: Collection[Request]) -> bool:
-        """Whether there are pages for its pending tokens, for which sequences that are not `wanted` are removed."""
+        """Reserves pages for the pending tokens of a sequence. If there are too few, removes sequences of requests that
+        are not in `wanted`. Returns whether it succeeded."""
         if not 0 < sequence.pending <= _FEW or sequence.computed + sequence.pending > self._cache.context:
             return False
         for request in list(self._sequences):
@@ -103,7 +106,7 @@ class DraftModel:
         return sequence.room >= sequence.pending and sequence.reserve(sequence.pending)
 
     def _step(self, requests: list[Request], wanted: Mapping[Request, tuple[TokenChoice, int]]) -> list[int]:
-        """The next token of each request's sequence."""
+        """Computes the next token of each request's sequence."""
         sequences = [self._sequences[request] for request in requests]
         self._cache.assign_slots(sequences)
         rows, choices, last = [], [], []
@@ -130,8 +133,9 @@ class DraftModel:
 def open_drafter(
     draft: str | PathLike[str] | None, tokenizer: Tokenizer, device: str | None, threads: int | None, size: KvSize
 ) -> Drafter | None:
-    """draft: LOOKUP, a draft model's artifact folder, or None, but not OWN (`Engine.own_draft`); device, threads, size:
-    as for `open_device`; tokenizer: of the main model. UserError if the draft model cannot be used."""
+    """Opens a drafter. draft: LOOKUP, the folder of a draft model's artifact, or None. (For OWN see
+    `Engine.own_draft`.) device, threads, size: see `open_device`. tokenizer: of the main model. Raises UserError if the
+    draft model cannot be used."""
     if draft is None:
         return None
     if draft == LOOKUP:

@@ -1,14 +1,16 @@
-"""Guesses by what was trained for the model and compiled with it: a layer of its own (multi-token prediction; the
-formula is in compiler/models/transformer.py), or a draft that reads its rows (compiler/models/drafts/graphs.py).
+"""Guesses by a draft that was trained for the model and compiled with it: either a layer of the model itself
+(multi-token prediction; the formula is in compiler/models/transformer.py), or a draft that reads the model's hidden
+rows (compiler/models/drafts/graphs.py).
 
-The layer has keys of its own in the pages of the model's, computed from the decoder's rows at a position and, unless
-it guesses blocks, the token that follows. So it is computed after steps, for the same rows (`follow`), which guesses
-one token after each answer's newest one; for more guesses again, on its own guesses. A draft with blocks guesses all
-tokens at once, before the step that verifies them. While guesses are not worth their time it only follows steps with
-tokens of prompts; keys in between are not computed later, and guesses after them are less often right.
+The draft has its own keys, in pages of the same numbers as the model's. It computes them from the decoder's row at a
+position and, unless it guesses blocks, from the token that follows. So it is computed after each step, for the same
+rows (`follow`); this also guesses the token after each answer's newest token. It computes further guesses from its own
+guesses. A draft with blocks guesses all tokens at once, before the step that verifies them. While guesses are not worth
+their time, the draft only follows steps with tokens of prompts. The keys of the positions in between are never
+computed, so later guesses are less often right.
 
-Complete pages are shared by their tokens, and the key at a page's last position depends on the first token after it,
-too, which may be that of another text. Answers do not depend on it.
+Complete pages are shared by their tokens. The key at the last position of a page also depends on the first token after
+the page, which may be a token of another text. Answers are not affected.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,7 +27,8 @@ from mlc_amd.runtime.errors import UserError
 
 
 class _Rows(NamedTuple):
-    """A request's rows in the last step, with a guess each: index of the first among all, its position, the guesses."""
+    """The rows of a request in the last step. first: index of its first row. position: of this row. guesses: one for
+    each row."""
 
     first: int
     position: int
@@ -33,8 +36,8 @@ class _Rows(NamedTuple):
 
 
 class OwnDraft:
-    """A `Drafter`; `follow` or `skip` each step. runner: of the model `name`; draft: of its manifest. UserError if the
-    model has neither such a layer nor a draft."""
+    """A `Drafter`. Call `follow` or `skip` for each step. runner: of the model `name`. draft: the manifest's entry, or
+    None. Raises UserError if the model has neither such a layer nor a draft."""
 
     expected, free, follows = 0.7, False, True
 
@@ -47,12 +50,13 @@ class OwnDraft:
         self._rows: dict[Request, _Rows] = {}
 
     def follow(self, step: PlannedStep, chosen: SequenceOf[ChosenToken]) -> None:
-        """The step was computed, and its sequences are not advanced yet. chosen: the tokens after each of its single
-        rows, then after its chunk's last one, if that has one."""
+        """Called after a step was computed, and before its sequences are advanced. chosen: the tokens after each of the
+        step's single rows, then the token after the chunk's last row if it has one."""
         if not self._own_keys and not chosen:
             self.skip()
             return
-        places, row = [], 0  # of each request: its first row with a token, the position of that, and its tokens
+        # for each request: its first row with a token, the position of this row, and the number of tokens
+        places, row = [], 0
         for (request, sequence), drafts in zip(step.singles, step.drafts, strict=True):
             places.append((request, row, sequence.computed, 1 + len(drafts)))
             row += 1 + len(drafts)
@@ -63,11 +67,11 @@ class OwnDraft:
             if chunk.answers:
                 places.append((chunk.request, row + chunk.count - 1, end - 1, 1))
         found = self._runner.follow(tokens)
-        guesses = iter(found or [0] * len(chosen))  # of a draft with blocks
+        guesses = iter(found or [0] * len(chosen))  # a draft with blocks returns none here
         self._rows = {of: _Rows(row, at, [next(guesses) for _ in range(count)]) for of, row, at, count in places}
 
     def skip(self) -> None:
-        """A step was computed without it."""
+        """Called after a step that it did not follow."""
         self._rows = {}
 
     def draft(self, wanted: Mapping[Request, tuple[TokenChoice, int]]) -> Mapping[Request, list[int]]:
@@ -92,7 +96,7 @@ class OwnDraft:
         return found
 
     def _known(self, wanted: Iterable[Request]) -> Iterator[tuple[Request, tuple[int, int]]]:
-        """Of those whose last token's row was followed: the guess, and the row."""
+        """For requests whose last token's row was followed: the request, the guess and the row."""
         for request in wanted:
             sequence, rows = request.sequence, self._rows.get(request)
             last = sequence.computed - 1 - rows.position if sequence and rows else -1
@@ -100,7 +104,7 @@ class OwnDraft:
                 yield request, (rows.guesses[last], rows.first + last)
 
     def _block(self, request: Request) -> list[int]:
-        """As many guesses as the block has and its next step has pages for."""
+        """The guesses of a block: as many as the block has and the next step has pages for."""
         sequence, draft = request.sequence, self._draft
         assert sequence and draft
         first = sequence.computed
@@ -114,7 +118,8 @@ class OwnDraft:
 
     @staticmethod
     def _most(request: Request, wanted: Mapping[Request, tuple[TokenChoice, int]]) -> int:
-        """Number of guesses: the keys of all but the last two are written to pages that its next step has."""
+        """The largest number of guesses. The keys of all guesses except the last two must fit the pages of the next
+        step."""
         sequence = request.sequence
         assert sequence
         return min(wanted[request][1], sequence.capacity - sequence.computed + 1)
@@ -123,4 +128,4 @@ class OwnDraft:
         self._rows.pop(request, None)
 
     def close(self) -> None:
-        """Has no resources of its own."""
+        """Does nothing: it has no resources of its own."""

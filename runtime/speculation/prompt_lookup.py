@@ -1,4 +1,4 @@
-"""Guesses of an answer's next tokens from its own text: those after the last occurrence of its newest tokens."""
+"""Guesses the next tokens of an answer from its own text: the tokens after the last occurrence of its newest tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,18 +7,18 @@ from itertools import takewhile
 from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.engine.sampled_rows import TokenChoice
 
-LENGTHS = (4, 3, 2)  # tokens of an occurrence, the longest first
+LENGTHS = (4, 3, 2)  # lengths of the searched runs of tokens, the longest first
 
 
 @dataclass
 class _Index:
-    """The ends of the last occurrences of runs of tokens. read: number of indexed tokens."""
+    """ends: where the last occurrence of each run of tokens ends. read: the number of indexed tokens."""
 
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
     read: int = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Indexes runs that end before the last token, so that a token follows."""
+        """Indexes all runs that end before the last token, so that a token follows each of them."""
         for end in range(max(self.read, 1), len(tokens)):
             for length in LENGTHS:
                 if length <= end:
@@ -26,16 +26,17 @@ class _Index:
         self.read = len(tokens)
 
     def following(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Up to `count` tokens that followed the longest run that `tokens` end with; no rows of images."""
+        """Up to `count` tokens that followed the longest run with which `tokens` end; up to the first row of an
+        image."""
         for length in LENGTHS:
             if length < len(tokens) and (end := self.ends.get(tuple(tokens[-length:]))):
-                period = len(tokens) - end  # a repetition continues
+                period = len(tokens) - end  # the text is assumed to repeat with this period
                 return list(takewhile(lambda token: token >= 0, (tokens[end + i % period] for i in range(count))))
         return []
 
 
 class PromptLookup:
-    """A `Drafter`."""
+    """A `Drafter`; see the module's docstring."""
 
     expected, free, at_once, follows = 0.5, True, False, False
 

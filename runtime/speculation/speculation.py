@@ -1,20 +1,22 @@
-"""Speculative decoding: the number of guesses of each answer's next tokens that a step verifies.
+"""Speculative decoding: decides how many guesses of each answer's next tokens a step verifies.
 
-In: the answers of a step, the guesses of a `Drafter`, the durations of steps. Out: guesses for each answer, as many as
-are worth their rows. A step computes a row for each guess after the newest token; the device chooses the token of each
-row as it would without guesses, and the tokens after right guesses are kept. So answers do not depend on guesses,
-sampled ones neither: a guess is right with its probability in the model, as in rejection sampling. Under a grammar each
-row has the mask of its place. Guesses that the grammar forbids are left out, and what it forces is guessed without the
-drafter.
+In: the answers of a step, the guesses of a `Drafter`, the durations of steps. Out: for each answer as many guesses as
+are worth the time of their rows. A step computes a row for each guess after the newest token. The device chooses the
+token of each row as it would without guesses, and the tokens after right guesses are kept. So answers do not depend on
+guesses. This holds for sampled answers, too: a guess is right with its probability in the model, as in rejection
+sampling. Under a grammar, each row has the mask of its position. Guesses that the grammar forbids are left out, and
+tokens that the grammar forces are guessed without the drafter.
 
-An answer with acceptance a (the probability that a guess is right if those before it are) gets 1 + a + .. + a^k tokens
-of a step with k guesses. The number of guesses is the one with most tokens per second by the measured times of steps.
-While there are none that are worth their time, steps have none and may start ahead. Guesses that take no time, those of
-a free drafter and what grammars force, are compared meanwhile with the tokens that steps choose (`watched`): so what
-they are worth is known without verifying any. Other guesses are tried again from time to time, as long as the total
-loss is less than LOSS of the time of decoding, and less still after trials without a gain. A drafter that follows steps
-takes time after each of them, with guesses or without: it does not follow while guesses are not worth that, too, and is
-tried again for TRIES steps at a time.
+The acceptance a of an answer is the probability that a guess is right if the guesses before it are. A step with k
+guesses gives 1 + a + .. + a^k tokens. The number of guesses is the one with most tokens per second, by the measured
+times of steps.
+
+While no guesses are worth their time, steps have none and may start ahead. Guesses that take no time (those of a free
+drafter, and those that grammars force) are then compared with the tokens that steps choose (`watched`), so that their
+acceptance is known without verifying any. Other guesses are tried from time to time, as long as the total loss is less
+than LOSS of the time of decoding; less still after trials without a gain. A drafter that follows steps takes time after
+each step, with guesses or without. So it does not follow while guesses are not worth this time; it is tried again for
+TRIES steps at a time.
 """
 
 from bisect import bisect_left
@@ -28,41 +30,43 @@ from mlc_amd.runtime.engine.requests import PlannedStep, Request
 from mlc_amd.runtime.engine.sampled_rows import ChosenToken, TokenChoice
 from mlc_amd.runtime.speculation.own_draft import OwnDraft
 
-LOSS = 0.015  # of the time of decoding: with the first guesses of a short answer less than 3 %
-DOUBT = 2  # LOSS may be divided by, as it is after trials that were in vain
-WAKING = 0.1  # least gain for which steps no longer start ahead: that breaks off costs a part of a step
-MOST = 7  # guesses for one answer: with its newest token a step of eight rows
-TRIES = 8  # steps that are followed in a row: guesses are best where the drafter knows the last tokens
-CREDIT = 5  # steps' time of an earlier gain that may be lost again, at most
-_LAST = 5  # measurements of a kind of step: their median is that of an undisturbed step
-_CHECKS = 64  # steps with guesses, at most, between two without, whose time is needed for comparison
-_LATEST = 0.2  # weight of the last guess's time
-_OUTCOME = 0.1  # weight of the last guess
-_FORCED = 0.9  # acceptance of what grammars force, before there was a guess: the text is certain, its tokens are not
-_SLOPE = 0.1  # assumed cost of a further row, as a share of a step with one, until it was measured
+# share of the decoding time that guesses may lose; with the first guesses of a short answer the loss is below 3 %
+LOSS = 0.015
+DOUBT = 2  # LOSS is divided by up to this after trials that were in vain
+WAKING = 0.1  # least gain for which steps stop starting ahead: stopping costs a part of a step
+MOST = 7  # largest number of guesses for an answer: with its newest token they make eight rows
+TRIES = 8  # steps that are followed in a row in a trial: guesses are best if the drafter knows the last tokens
+CREDIT = 5  # limit of the earlier gain that may be lost again, in steps
+_LAST = 5  # measurements of a kind of step: their median is the time of an undisturbed step
+_CHECKS = 64  # largest number of steps with guesses between two steps without, whose time is needed for comparison
+_LATEST = 0.2  # weight of the latest guess's time in the average
+_OUTCOME = 0.1  # weight of the latest outcome in the acceptance
+_FORCED = 0.9  # assumed acceptance of forced guesses before there was any: the text is certain, its tokens are not
+_SLOPE = 0.1  # assumed cost of a further row until it is measured, as a share of a step with one row
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of answers. Used by one thread at a time."""
+    """Guesses the next tokens of answers. It is used by one thread at a time."""
 
-    expected: float  # acceptance, before there was a guess
-    free: bool  # guesses take negligible time: all are made, then the best number is kept
-    at_once: bool  # guesses of an answer take the same time, however many there are
-    follows: bool  # it guesses after steps that it has followed, see `Speculation.following`
+    expected: float  # acceptance that is assumed before there was a guess
+    free: bool  # guesses take negligible time: as many as possible are made, then the best number of them is used
+    at_once: bool  # the guesses of an answer take the same time, whatever their number
+    follows: bool  # it guesses after steps that it has followed; see `Speculation.following`
 
     def draft(self, wanted: Mapping[Request, tuple[TokenChoice, int]]) -> Mapping[Request, list[int]]:
-        """For each request up to so many tokens after those of its choice. Requests without guesses may be missing."""
+        """wanted: (choice, count) for each request. Returns up to `count` tokens that follow the tokens of the choice.
+        Requests without guesses may be missing."""
         ...
 
     def forget(self, request: Request) -> None:
-        """The request is done; it may be unknown."""
+        """Called when a request is done. The request may be unknown."""
         ...
 
     def close(self) -> None: ...
 
 
 class NoDrafts:
-    """A `Drafter` without guesses: there are those that grammars force."""
+    """A `Drafter` without guesses. Only the guesses that grammars force remain."""
 
     expected, free, at_once, follows = 0.0, True, False, False
 
@@ -70,56 +74,58 @@ class NoDrafts:
         return {}
 
     def forget(self, request: Request) -> None:
-        """Knows of none."""
+        """Does nothing: it keeps nothing about requests."""
 
     def close(self) -> None:
-        """Has no resources."""
+        """Does nothing: it has no resources."""
 
 
 class Wanted(NamedTuple):
-    """Guesses that an answer may have."""
+    """The guesses that an answer may have. most: their largest number."""
 
     choice: TokenChoice  # of its next token
     most: int
-    limit: Callable[[Sequence[int], int], list[int]] | None = None  # `guesses` of its constraint, if it has one
+    limit: Callable[[Sequence[int], int], list[int]] | None = None  # `guesses` of its constraint, or None
 
     def limited(self, drafts: Sequence[int], most: int) -> list[int]:
         return self.limit(drafts, most) if self.limit else list(drafts[:most])
 
 
 class Counts(NamedTuple):
-    """Guesses that steps verified, and how many of them were right."""
+    """The number of guesses that steps verified, and how many of them were right."""
 
     drafted: int
     accepted: int
 
 
 class Speculation:
-    """`drafts` before each step without a chunk, `completed` after it, `followed` if so; while `resting`, `rested`
-    after the step, then `watched`. rows: of a step, at most."""
+    """Before each step without a chunk, call `drafts`; after it `completed`, and `followed` if the drafter followed it.
+    While `resting` is not 0, call `rested` after the step and then `watched` instead. rows: the largest number of rows
+    of a step."""
 
     def __init__(self, drafter: Drafter, rows: int, most: int = MOST) -> None:
         self.drafter, self._rows, self._most = drafter, rows, most
         self.counts = Counts(0, 0)
         self._acceptance: dict[Request, float] = {}
         self._usual = drafter.expected  # acceptance of new requests
-        self._forced: set[Request] = set()  # whose guesses of the last step are what their grammars force
-        self._certain = _FORCED  # acceptance of such guesses
-        self.following = drafter.follows  # whether the drafter must follow the step without a chunk that is computed
-        self._trying = 0  # further steps that it follows as a trial
-        # Steps before guesses may be worth their time: these may start ahead. 1 until then, for a drafter that is free.
+        self._forced: set[Request] = set()  # requests whose guesses in the last step were forced by their grammars
+        self._certain = _FORCED  # acceptance of forced guesses
+        self.following = drafter.follows  # whether the drafter must follow the step without a chunk that is in progress
+        self._trying = 0  # how many further steps it follows as a trial
+        # The number of steps before guesses may be worth their time; these steps may start ahead. For a free drafter: 0
+        # or 1.
         self.resting = int(drafter.free)
         self._offers: dict[Request, int] = {}  # free guesses of the next tokens, which no step verifies
         self._steps, self._follows = StepTimes(), StepTimes()
-        self._guess_s = 0.0  # seconds that a guess takes
-        self._allowed_s = 0.0  # seconds that guesses may have lost in all
+        self._guess_s = 0.0  # seconds for one guess
+        self._allowed_s = 0.0  # the total of seconds that guesses may have lost
         self._doubt = 1
-        self._tries = False  # whether the step's guesses seem not to be worth their time
-        self._balance_s = 0.0  # seconds that guesses have saved
-        self._guessed = self._interval = 0  # steps since the last one without guesses, and how many there may be
+        self._tries = False  # whether the step's guesses are a trial: they seem not to be worth their time
+        self._balance_s = 0.0  # seconds that guesses have saved so far
+        self._guessed = self._interval = 0  # steps since the last one without guesses; how many such steps there may be
 
     def drafts(self, wanted: Mapping[Request, Wanted]) -> Mapping[Request, list[int]]:
-        """wanted: of the requests that have a row in the step."""
+        """The guesses that the next step verifies. wanted: for each request with a single row in the step."""
         if self._guessed > self._interval:
             return {}
         limits = self._limits(wanted)
@@ -134,18 +140,20 @@ class Speculation:
         return {request: guesses[: counts[request]] for request, guesses in found.items() if counts[request]}
 
     def nothing(self) -> None:
-        """There is no guess that takes no time: steps may start ahead."""
+        """Called when there is no guess that takes no time: steps may start ahead."""
         self.resting = 1
 
     def watched(self, found: Mapping[Request, int], wanted: Mapping[Request, Wanted]) -> None:
-        """A step was computed without guesses. found: the token of each request; wanted: guesses of those after it."""
+        """Called after a step without guesses. found: the chosen token of each request. wanted: the guesses that may
+        follow it."""
         for request, token in found.items():
             if request in self._offers:
                 self._learn(request, self._offers[request] == token, len(found))
         limits = self._limits(wanted)
         offered = self._offered(wanted, limits)
         self._offers = {request: guesses[0] for request, guesses in offered.items()}
-        left = {request: max(len(offered.get(request, ())) - 1, 0) for request in found}  # after the step in progress
+        # guesses left after the step in progress
+        left = {request: max(len(offered.get(request, ())) - 1, 0) for request in found}
         if any(left.values()):
             _, rate, times = self._fastest(left, 0.0, False)
             if rate * times[0] > len(found) * (1 + WAKING):
@@ -160,7 +168,8 @@ class Speculation:
         return {request: min(of.most, self._most) for request, of in wanted.items()}
 
     def _offered(self, wanted: Mapping[Request, Wanted], limits: Mapping[Request, int]) -> dict[Request, list[int]]:
-        """Guesses that take no time: for each request the longer of what its grammar forces, and the drafter's."""
+        """The guesses that take no time: for each request the longer of what its grammar forces and what a free drafter
+        guesses."""
         found = {request: forced for request, of in wanted.items() if (forced := self._forced_by(of, limits[request]))}
         self._forced = set(found)
         for request, drafts in (self._draft(wanted, limits) if self.drafter.free else {}).items():
@@ -171,17 +180,18 @@ class Speculation:
 
     @staticmethod
     def _forced_by(wanted: Wanted, most: int) -> list[int]:
-        """What its grammar forces."""
+        """The tokens that its grammar forces."""
         return wanted.limit((), most) if wanted.limit else []
 
     def _draft(self, wanted: Mapping[Request, Wanted], counts: Mapping[Request, int]) -> dict[Request, list[int]]:
-        """The drafter's guesses, without those that a grammar forbids; after them, what it forces."""
+        """The drafter's guesses. Ends at a guess that a grammar forbids; the tokens that the grammar forces follow
+        instead."""
         choices = {request: (wanted[request].choice, count) for request, count in counts.items() if count}
         found = self.drafter.draft(choices) if choices else {}
         return {request: wanted[request].limited(drafts, counts[request]) for request, drafts in found.items()}
 
     def _counts(self, most: Mapping[Request, int]) -> dict[Request, int]:
-        """The best number of guesses of each request, at most `most`."""
+        """The best number of guesses for each request, at most `most`."""
         counts = self._best(most, self._guess_s, self.drafter.follows)
         if not any(counts.values()) and self._forced:
             counts = self._best({of: count * (of in self._forced) for of, count in most.items()}, 0.0, False)
@@ -193,10 +203,10 @@ class Speculation:
     def _fastest(
         self, most: Mapping[Request, int], guess_s: float, follows: bool
     ) -> tuple[list[int], float, list[float]]:
-        """The numbers of guesses with most tokens per second, these, and the times of steps by the number of guesses.
-        guess_s: seconds for each guess; follows: the drafter must follow the step."""
+        """Returns the numbers of guesses with most tokens per second, this rate, and the seconds of a step by its total
+        number of guesses. guess_s: seconds for each guess. follows: whether the drafter must follow the step."""
         answers, known = len(most), [self._acceptance_of(request) for request in most]
-        # steps whose times are known, or nearly
+        # only as many rows as have a known time, or nearly
         rows = min(answers + sum(most.values()), self._rows, 2 * self._steps.most)
         times = self._steps.between(answers, max(rows, answers))
         for guesses in range(1, len(times)):
@@ -205,10 +215,10 @@ class Speculation:
         return *best_counts(known, list(most.values()), times), times
 
     def _best(self, most: Mapping[Request, int], guess_s: float, follows: bool) -> dict[Request, int]:
-        """As `_fastest`; none that may lose too much."""
+        """The numbers of guesses of `_fastest`, without guesses that may lose too much time."""
         counts, rate, times = self._fastest(most, guess_s, follows)
         answers, plain = len(most), times[0]
-        one = [int(of > 0 and i < len(times) - 1) for i, of in enumerate(most.values())]  # one guess each
+        one = [int(of > 0 and i < len(times) - 1) for i, of in enumerate(most.values())]  # one guess for each answer
         cost, may_lose = times[sum(one)] - plain, self._balance_s + self._allowed_s
         pays = rate * plain > answers * (1 + LOSS)
         may_lose += plain if pays else 0
@@ -218,7 +228,8 @@ class Speculation:
         if follows:
             allowed = plain > 0 and self._continues(pays, may_lose, cost, any(one))
         elif self.drafter.free:
-            # what a trial shows is how long steps take: in vain if the guesses would not be worth one of no more rows
+            # A trial shows how long steps take. It is in vain if the guesses would not pay even if further rows took no
+            # time.
             gains = sum(self._acceptance_of(request) for request, count in zip(most, one, strict=True) if count)
             allowed = plain > 0 and gains > LOSS * answers and may_lose > (0 if pays else cost)
             self.resting = int(not allowed)
@@ -230,7 +241,8 @@ class Speculation:
         return dict(zip(most, counts if allowed else [0] * answers, strict=True))
 
     def _continues(self, pays: bool, may_lose: float, cost: float, possible: bool) -> bool:
-        """Whether the drafter follows the next step. may_lose, cost (of a trial): seconds; possible: guesses are."""
+        """Decides whether the drafter follows the next step. may_lose: seconds that may be lost. cost: seconds of a
+        trial step. possible: whether there can be guesses."""
         if self._trying and possible:
             self._trying -= 1
         elif not (self.following and pays and may_lose > 0):
@@ -241,7 +253,8 @@ class Speculation:
     def completed(
         self, drafted: Mapping[Request, Sequence[int]], found: Mapping[Request, int], guess_s: float, step_s: float
     ) -> None:
-        """A step took step_s seconds, its guesses guess_s. found: number of tokens of each request."""
+        """Called after a step, which took step_s seconds, and its guesses guess_s. drafted: the guesses of each
+        request. found: the number of tokens that each request got."""
         answers, guesses = len(found), sum(map(len, drafted.values()))
         self._steps.add(answers + guesses, step_s)
         self._spend(guess_s + step_s)
@@ -267,7 +280,7 @@ class Speculation:
         self.counts = Counts(self.counts.drafted + guesses, self.counts.accepted + right)
 
     def _learn(self, request: Request, hit: bool, answers: int) -> None:
-        """Whether a guess was right, in a step of so many answers."""
+        """Updates the acceptance. hit: whether a guess was right. answers: number of answers in its step."""
         if request in self._forced:
             self._certain += _OUTCOME / answers * (hit - self._certain)
             return
@@ -276,22 +289,22 @@ class Speculation:
         self._acceptance[request] = own + _OUTCOME * (hit - own)
 
     def _spend(self, seconds: float) -> None:
-        """Decoding took so many seconds."""
+        """Counts `seconds` of decoding."""
         self._allowed_s += LOSS / self._doubt * seconds
 
     def begin(self) -> None:
-        """An answer begins, whose guesses may be right more often."""
+        """Called when an answer begins, as its guesses may be right more often."""
         self.resting = self.resting if self.drafter.free else 0
 
     def rested(self, answers: int, seconds: float) -> None:
-        """A step of so many answers, without drafts, took so many seconds."""
+        """Called after a step without guesses. answers: in the step. seconds: its duration."""
         self._steps.add(answers, seconds)
         self._spend(seconds)
         self.resting -= self.resting > 0 and not self.drafter.free
 
     def follow(self, step: PlannedStep, chosen: Sequence[ChosenToken], clock: Callable[[], float]) -> None:
-        """Has a drafter that follows steps follow this one, for a prompt or where guesses are worth their time. chosen:
-        as of `OwnDraft.follow`; clock: seconds."""
+        """Lets a drafter that follows steps follow this step, if it has a prompt or if guesses are worth their time.
+        chosen: see `OwnDraft.follow`. clock: returns seconds."""
         if not isinstance(self.drafter, OwnDraft) or (step.chunk and step.chunk.scored):
             return
         if step.chunk:
@@ -304,28 +317,30 @@ class Speculation:
             self.drafter.skip()
 
     def followed(self, rows: int, seconds: float) -> None:
-        """The drafter took so many seconds to follow the completed step of so many rows."""
+        """Called after the drafter has followed a step. rows: of the step. seconds: how long following took."""
         self._follows.add(rows, seconds)
         self._spend(seconds)
         self._balance_s -= seconds
 
     def forget(self, request: Request) -> None:
-        """The request is done."""
+        """Called when a request is done."""
         self._acceptance.pop(request, None)
         self._offers.pop(request, None)
         self.drafter.forget(request)
 
 
 class StepTimes:
-    """Seconds of steps by their rows: the median of the last few measurements, interpolated between numbers of rows."""
+    """Seconds of steps by their number of rows: the median of the last few measurements, interpolated between numbers
+    of rows."""
 
     def __init__(self) -> None:
-        self._rows: list[int] = []  # that were measured, in order
+        self._rows: list[int] = []  # numbers of rows that were measured, sorted
         self._seconds: list[float] = []
         self._last: dict[int, deque[float]] = {}
 
     def add(self, rows: int, seconds: float) -> None:
-        seconds = min(seconds, 2 * (self.of(rows) or seconds))  # the first one may have had to wait
+        # limited, as the first measurement after a pause may include waiting
+        seconds = min(seconds, 2 * (self.of(rows) or seconds))
         i = bisect_left(self._rows, rows)
         if rows not in self._last:
             self._rows.insert(i, rows)
@@ -336,11 +351,11 @@ class StepTimes:
 
     @property
     def most(self) -> int:
-        """Rows of the largest step that was measured."""
+        """The number of rows of the largest step that was measured."""
         return self._rows[-1] if self._rows else 0
 
     def of(self, rows: int) -> float:
-        """0 before the first measurement."""
+        """Seconds of a step; 0 before the first measurement."""
         if not self._rows:
             return 0.0
         i = bisect_left(self._rows, rows)
@@ -353,15 +368,15 @@ class StepTimes:
         return self._seconds[i - 1] + (rows - below) / (above - below) * (self._seconds[i] - self._seconds[i - 1])
 
     def between(self, first: int, last: int) -> list[float]:
-        """Of first, first + 1 .. last rows."""
+        """The seconds for first, first + 1 .. last rows."""
         return [self.of(rows) for rows in range(first, last + 1)]
 
 
 def best_counts(acceptance: Sequence[float], most: Sequence[int], times: Sequence[float]) -> tuple[list[int], float]:
-    """Numbers of guesses for answers with these acceptances with most tokens per second, and that rate. most: of each
-    answer; times: seconds of a step with 0, 1, 2 .. guesses."""
+    """Chooses numbers of guesses with most tokens per second. acceptance: of each answer. most: the largest number for
+    each answer. times: seconds of a step with 0, 1, 2 .. guesses in all. Returns the numbers, and the rate."""
     counts, tokens = [0] * len(acceptance), float(len(acceptance))
-    # that the next guess of an answer counts
+    # for each answer: the probability that its next guess is right, negated for the heap
     chances = [(-chance, i) for i, chance in enumerate(acceptance) if most[i]]
     heapify(chances)
     best, rate = list(counts), 0.0

@@ -1,12 +1,12 @@
 """Renders a conversation to the text of a prompt, with the model's Jinja template.
 
-Messages are {"role": str, "content": str, ...}, as transformers takes them ("tool_calls" of assistant messages, for
-example). The text has the places that the template wrote itself: `Tokenizer.encode` finds control tokens only there, so
-that no message can inject one, and with it turns of other roles. A template is untrusted code: a child process renders
-it (`template_program.py`), with limits of time and memory.
+Messages are {"role": str, "content": str, ...}, as in transformers (assistant messages may have "tool_calls", for
+example). The rendered text is `Traced`: it records which characters the template wrote itself. `Tokenizer.encode` finds
+control tokens only there, so that no message can inject a control token and fake a turn of another role. A template is
+untrusted code: a child process renders it (`template_program.py`), with limits of time and memory.
 
-`messages.IMAGE` stands for an image, in contents and in the text: a template that takes lists of parts is given
-{"type": "image"} instead, and what it writes for that is replaced.
+`messages.IMAGE` stands for an image, in contents and in the text. A template that expects lists of parts gets {"type":
+"image"} instead, and what it writes for this part is replaced by `IMAGE`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,28 +20,29 @@ from mlc_amd.runtime.text.messages import IMAGE
 from mlc_amd.runtime.text.tokenizer_files import read_config
 from mlc_amd.runtime.text.traced_text import Traced
 
-# For models without a template (base models): a dialogue in plain text.
+# For models without a template (base models): a plain-text dialogue.
 FALLBACK = (
     "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}\n\n{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 FALLBACK_STOPS = ("\nUser:", "\nSystem:", "\nAssistant:")
 
-# The amount of thinking before an answer: the template's default, on or off, or an effort.
+# How much a model thinks before it answers: the template's default, on or off, or an effort.
 THINKING = ("auto", "on", "off", "low", "medium", "high")
-# Variables of templates for the two: the first one that a template has is set.
+# The templates' variables for thinking. Of _SWITCHES, the first one that a template has is set.
 _SWITCHES, _EFFORT = ("enable_thinking", "thinking"), "reasoning_effort"
-# Messages of a test rendering.
+# Messages for test renderings.
 _SYSTEM, _USER = "a system message", "a user message"
 _IMAGE_PART = {"type": "image"}
 
-# Of processor time, and bytes, for compiling a template and for each rendering, which take milliseconds.
+# Limits of processor time in seconds and of memory in bytes, for compiling and for each rendering. Both take
+# milliseconds.
 _SECONDS, _MEMORY = 2.0, 256 << 20
 _OVER_LIMIT = f"it takes more than {_SECONDS:.0f} s or {_MEMORY >> 20} MiB"
 
 
 def _merge_system(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
-    """Messages with the system message at the beginning of the first user message; unchanged without a user message."""
+    """Moves the system message to the beginning of the first user message. Without a user message, nothing changes."""
     system, *others = messages
     at = next((i for i, message in enumerate(others) if message["role"] == "user"), None)
     if at is None:
@@ -60,7 +61,7 @@ def _part(text: str) -> dict[str, str]:
 
 
 def _with_marks(text: Traced, image: str) -> Traced:
-    """The text with `IMAGE` where the template wrote `image` itself."""
+    """The text with `IMAGE` in place of each `image` that the template wrote itself."""
     done, place = Traced(), 0
     while (place := text.find(image, place)) >= 0:
         if text.is_own(place, place + len(image)):
@@ -71,10 +72,11 @@ def _with_marks(text: Traced, image: str) -> Traced:
 
 
 class ChatTemplate:
-    """A model's chat template; without one, the plain dialogue `FALLBACK` (`is_fallback` is then True). Thread-safe.
+    """The chat template of a model. Without one, the plain dialogue `FALLBACK`; `is_fallback` is then True.
+    Thread-safe.
 
     source: the template's text    tokens: {"bos_token": text, ...}, "" where the model has no such token
-    It is compiled at its first use. UserError of all methods if that fails.
+    The template is compiled at its first use. If that fails, every method raises UserError.
     """
 
     def __init__(self, source: str | None, tokens: dict[str, str]):
@@ -85,8 +87,8 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, directory: str | Path, name: str | None = None) -> "ChatTemplate":
-        """The default template of the model in `directory`, or the one called `name` ("tool_use", "rag"). UserError for
-        a missing or corrupt file, a malformed template and an unknown name."""
+        """Loads a template of the model in `directory`: the default one, or the one called `name` ("tool_use", "rag").
+        Raises UserError for a missing or corrupt file, a malformed template, or an unknown name."""
         config = read_config(Path(directory))
         named = config["chat_templates"]
         if name is not None and name not in named:
@@ -97,20 +99,20 @@ class ChatTemplate:
         return cls(config["chat_template"] if name is None else named[name], tokens)
 
     def start(self) -> None:
-        """Starts the process that renders, without waiting for it."""
+        """Starts the child process, without waiting for it."""
         self._process.start()
 
     def close(self) -> None:
-        """Ends the process that renders; the next use starts another one."""
+        """Ends the child process. The next use starts another one."""
         self._process.close()
 
     def check(self) -> None:
-        """UserError if it is not a valid Jinja template."""
+        """Raises UserError if it is not a valid Jinja template."""
         _ = self.variables
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """Names of the variables that the template takes."""
+        """The names of the variables that the template uses."""
         try:
             opened = self._process.open()
         except LimitExceeded:
@@ -125,13 +127,15 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, object]], /, add_generation_prompt: bool = True, **variables: object
     ) -> Traced:
-        """The prompt's text.
+        """The text of the prompt.
 
-        add_generation_prompt: end with the beginning of the assistant's turn.
-        variables:             further variables of the template (tools, documents, enable_thinking, ...), which
+        add_generation_prompt: whether the text ends with the beginning of the assistant's turn.
+        variables:             further variables of the template (tools, documents, enable_thinking, ...); they
                                override the standard ones.
-        All of them are JSON values. A system message becomes the beginning of the first user message if the template
-        rejects or ignores it. Raises UserError with the template's message if it rejects the conversation or fails.
+
+        All arguments are JSON values. If the template rejects or ignores system messages, the system message is put at
+        the beginning of the first user message. Raises UserError with the template's message if the template rejects
+        the conversation or fails.
         """
         if messages and messages[0]["role"] == "system" and not self._takes_system:
             messages = _merge_system(messages)
@@ -163,7 +167,7 @@ class ChatTemplate:
         return Traced.of_spans(rendered["text"], rendered["own"])
 
     def _with_parts(self, message: Mapping[str, object], image: str) -> Mapping[str, object]:
-        """The message as the template takes it. image: what it writes for one."""
+        """The message in the form that the template expects. image: what the template writes for an image."""
         plain = {key: value for key, value in message.items() if key != "images"}
         text = _text(message)
         if not self._wants_parts and not (image and IMAGE in text):
@@ -173,7 +177,7 @@ class ChatTemplate:
         return {**plain, "content": [part for part in parts if part.get("text") != ""]}
 
     def _trial(self, content: object) -> Traced:
-        """The prompt of a message; "" if the template refuses it."""
+        """The prompt of a single user message; "" if the template rejects it."""
         try:
             return self._request([{"role": "user", "content": content}], True, {})
         except UserError:
@@ -181,12 +185,12 @@ class ChatTemplate:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Whether it takes contents as lists of parts alone, and ignores texts."""
+        """Whether the template only uses contents that are lists of parts, and ignores texts."""
         return _USER not in self._trial(_USER) and _USER in self._trial([_part(_USER)])
 
     @cached_property
     def _image(self) -> str:
-        """What it writes for {"type": "image"}; "" if it knows no such part."""
+        """What the template writes for {"type": "image"}; "" if it does not know such parts."""
         text = self._trial([_part(_USER), _IMAGE_PART, _part(_USER)])
         first, _, rest = text.partition(_USER)
         between, found, _ = rest.partition(_USER)
@@ -195,7 +199,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_system(self) -> bool:
-        """False for a template that renders user messages but rejects or ignores system messages."""
+        """False if the template renders user messages but rejects or ignores system messages."""
         messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _USER}]
         try:
             text = self._render(messages, True, {})
@@ -204,7 +208,7 @@ class ChatTemplate:
         return _SYSTEM in text or _USER not in text
 
     def switch(self, thinking: str) -> dict[str, Any]:
-        """The variables of `render` for a value of THINKING. UserError if the template has no such switch."""
+        """The variables of `render` for a value of THINKING. Raises UserError if the template has no such switch."""
         if thinking == "auto":
             return {}
         switches = [name for name in _SWITCHES if name in self.variables][:1]
@@ -217,5 +221,6 @@ class ChatTemplate:
         return known[thinking]
 
     def stop_strings(self) -> tuple[str, ...]:
-        """Texts that end an assistant turn besides the tokenizer's `end_ids`, for the plain dialogue."""
+        """The texts that end an assistant turn, in addition to the tokenizer's `end_ids`. Only the plain dialogue has
+        any."""
         return FALLBACK_STOPS if self.is_fallback else ()

@@ -1,13 +1,13 @@
-"""Prompts for the text between two others, of models that were trained for this: fill in the middle.
+"""Prompts for "fill in the middle": models that were trained for it write the text between two given texts.
 
-In:  the tokens that a vocabulary has for it, of tokenizer_config.json; the text before the gap, the one after it,
-     perhaps other files.
-Out: the prompt's token ids. UserError for a model without such tokens.
+In: the vocabulary's tokens for this, from tokenizer_config.json; the text before the gap and the text after it;
+optionally other files. Out: the prompt's token ids. Raises UserError for a model without such tokens.
 
-Forms: <begin> <prefix> BEFORE <suffix> AFTER <middle>, or, of a vocabulary without a token `middle`, Codestral's:
-<begin> <suffix> AFTER <prefix> BEFORE. Other files come first: <repository> NAME, then <file> NAME and TEXT for each,
-<file> NAME for the one with the gap; where there is no token `file`, texts with a line between them. Names of the
-repository and of the file with the gap, and the line, are those of llama-server: no API has them.
+The form is <begin> <prefix> BEFORE <suffix> AFTER <middle>; for a vocabulary without a token `middle`, it is
+Codestral's: <begin> <suffix> AFTER <prefix> BEFORE. Other files come first: <repository> NAME, then <file> NAME and
+TEXT for each, then <file> NAME for the file with the gap. Without a token `file`, their texts are separated by a line.
+The names of the repository and of the file with the gap, and this line, are those of llama-server, as no API transmits
+them.
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ _BETWEEN = "\n\n--- snippet ---\n\n"
 
 
 class OtherFile(NamedTuple):
-    """A file, or a part of one, beside the one with the gap."""
+    """A file, or a part of it, other than the file with the gap."""
 
     text: str
     name: str = UNNAMED
 
 
 class FillInMiddle:
-    """Prompts of a tokenizer."""
+    """Makes the prompts with a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._ids = tokenizer, tokenizer.fill
@@ -41,12 +41,12 @@ class FillInMiddle:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Tokens that end the text of a gap."""
+        """The tokens that end the text in a gap."""
         return frozenset(self._ids.values())
 
     def prompt(self, before: str, after: str, files: Sequence[OtherFile] = (), room: int | None = None) -> list[int]:
-        """room: tokens of the prompt at most: what is farthest from the gap is left out, of other files the first ones,
-        of the text after the gap what is beyond a quarter of the room."""
+        """The token ids of a prompt. room: the largest number of tokens. If they are more, what is farthest from the
+        gap is left out: first of the other files; the text after the gap keeps at least a quarter of the room."""
         if not self.possible:
             raise UserError("this model has no tokens to fill in the middle: use one for code that was trained for it")
         ids, encode = self._ids, self._encode

@@ -1,18 +1,19 @@
-"""Search for texts in a text that arrives in pieces."""
+"""Searches for texts in a text that arrives in pieces."""
 
 from collections.abc import Sequence
 
 
 def split_at(text: str, marks: Sequence[str], last: bool = False) -> tuple[str, str | None, str]:
-    """(before, mark, rest): `text` cut at the first of `marks` in it, the longest where several begin. Without one,
-    mark is None and rest is the longest end of the text that may begin a mark, "" if this text is the `last` one."""
+    """Splits `text` at the first mark in it; if several begin there, at the longest. Returns (before, mark, rest).
+    Without a mark in it, mark is None, and rest is the longest end of the text that may be the beginning of a mark; ""
+    if `last`, as no more text will follow."""
     places = [(place, -len(mark), mark) for mark in marks if mark and (place := text.find(mark)) >= 0]
     if places:
         place, _, mark = min(places)
         return text[:place], mark, text[place + len(mark) :]
     if last:
         return text, None, ""
-    first = {mark[0] for mark in marks if mark}  # there may be many marks, few of which begin here
+    first = {mark[0] for mark in marks if mark}  # most marks begin with none of the text's characters
     places = (i for i, char in enumerate(text) if char in first and any(mark.startswith(text[i:]) for mark in marks))
     hold = next(places, len(text))
     return text[:hold], None, text[hold:]

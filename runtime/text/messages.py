@@ -1,10 +1,10 @@
-"""Checks messages of a conversation.
+"""Checks the messages of a conversation.
 
-In:  a caller's list of {"role": .., "content": ..}, as in OpenAI's chat API: the content is a text, or a list of parts
-     {"type": "text", "text": ..} (https://platform.openai.com/docs/api-reference/chat/create) and
-     {"type": "image", "image": a path, bytes, a data URL or a PIL image}; also OpenAI's image_url with a data URL.
-Out: `Message`s, whose content is a text, with `IMAGE` in the place of each image. UserError, with the message's place
-     in the list, for invalid messages and for those that a conversation cannot use: tools, other roles.
+In: a caller's list of {"role": .., "content": ..}, as in OpenAI's chat API. The content is a text, or a list of parts
+{"type": "text", "text": ..} (https://platform.openai.com/docs/api-reference/chat/create) and {"type": "image", "image":
+a path, bytes, a data URL or a PIL image}; OpenAI's image_url with a data URL is also accepted. Out: `Message`s, whose
+content is a text with `IMAGE` in the place of each image. Raises UserError, with the number of the message, for invalid
+messages and for unsupported ones: tools, other roles.
 """
 
 import base64
@@ -15,11 +15,11 @@ from mlc_amd.runtime.errors import UserError, shorten
 from mlc_amd.runtime.images.pictures import MOST_PICTURES, picture_bytes
 
 ROLES = ("system", "user", "assistant")
-IMAGE = "\ufdd1"  # a code point that Unicode reserves for a program's internal use
+IMAGE = "\ufdd1"  # a code point that Unicode reserves for internal use in programs
 
 
 class Message(TypedDict):
-    """One message. images: their files, one for each `IMAGE` in the content."""
+    """One message. images: the bytes of the image files, one for each `IMAGE` in the content."""
 
     role: Literal["system", "user", "assistant"]
     content: str
@@ -30,7 +30,7 @@ Content = str | list[dict[str, Any]]
 
 
 def check_messages(messages: object) -> list[Message]:
-    """A conversation's messages, perhaps none, each of a role of ROLES. Keys with the value None are ignored."""
+    """The messages of a conversation, perhaps none. Roles must be in ROLES. Keys with the value None are ignored."""
     if not isinstance(messages, list | tuple):
         raise UserError(
             f"a conversation is {shorten(messages)}: it must be a text, or a list of messages such as "
@@ -42,7 +42,7 @@ def check_messages(messages: object) -> list[Message]:
 
 
 def check_question(messages: object) -> list[Message]:
-    """`check_messages` of a conversation for a model to answer: the last message must be the user's."""
+    """`check_messages`, for a conversation that a model is to answer: the last message must be the user's."""
     checked = check_messages(messages)
     if not checked:
         raise UserError("there are no messages: the last one must be the user's")
@@ -52,7 +52,7 @@ def check_question(messages: object) -> list[Message]:
 
 
 def images_of(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """A conversation's images in their order. UserError for too many."""
+    """The images of a conversation, in order. Raises UserError if there are too many."""
     found = [image for message in messages for image in message.get("images", ())]
     if len(found) > MOST_PICTURES:
         raise UserError(
@@ -62,7 +62,7 @@ def images_of(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
 
 
 def check_content(role: Literal["system", "user", "assistant"], content: object, where: str = "the message") -> Message:
-    """A message of a content: a text, or a list of parts, which are joined. where: its name in errors."""
+    """A message from a content: a text, or a list of parts, which are joined. where: its name in errors."""
     if isinstance(content, str):
         return Message(role=role, content=content)
     if not isinstance(content, list | tuple):
@@ -75,7 +75,7 @@ def check_content(role: Literal["system", "user", "assistant"], content: object,
 
 
 def content_of(message: Message, encoded: bool = False) -> Content:
-    """The content that `check_content` takes. encoded: images are data URLs, so that it is a JSON value."""
+    """The inverse of `check_content`. encoded: images become data URLs, so that the result is a JSON value."""
     if "images" not in message:
         return message["content"]
     first, *texts = message["content"].split(IMAGE)

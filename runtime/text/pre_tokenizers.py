@@ -1,33 +1,34 @@
-"""Pre-tokenizers: the regexes that split text into words for a byte-pair vocabulary, by names in `tokenizer.ggml.pre`.
+"""Pre-tokenizers: the regular expressions that split a text into words for a byte-pair vocabulary, by their names in
+`tokenizer.ggml.pre`.
 
-The names, regexes and flags are those of llama.cpp's `src/llama-vocab.cpp` (`llm_tokenizer_bpe` and
-`llama_vocab::impl::load`, as in llama-cpp-python 0.3.36). It runs these regexes on an engine without Unicode classes,
-which changes the meaning of some: there upper-case and lower-case letters are one class (tiny_aya, youtu), only ASCII
-ones differ and combining marks are no part of a word (gpt-4o, tekken), or neither matters (kimi-k2). Here the classes
-have the meaning of the model's own tokenizer.
+Names, regexes and flags are those of llama.cpp's `src/llama-vocab.cpp` (`llm_tokenizer_bpe` and
+`llama_vocab::impl::load`, as in llama-cpp-python 0.3.36). llama.cpp's regex engine has no Unicode classes, which
+changes the meaning of some regexes: upper-case and lower-case letters are one class (tiny_aya, youtu); only ASCII
+letters have case, and combining marks are no part of a word (gpt-4o, tekken); or it makes no difference (kimi-k2).
+Here, classes have the meaning that they have in the model's own tokenizer.
 """
 
 from dataclasses import dataclass
 
-# Characters of white space, or digits, in a row: a regex may backtrack over all of them, and the library stops after
-# ten million steps.
+# Limit of consecutive white space characters or digits: a regex may backtrack over all of them, and the library gives
+# up after ten million steps.
 LONGEST_RUN = 1_000_000
 _LONGEST_GROUPED = 20_000
 
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """The split of text into words before merging: each regex splits the pieces of those before it."""
+    """The split of a text into words before merging. Each regex splits the pieces that the regexes before it made."""
 
     splits: tuple[str, ...]  # Oniguruma regexes; both the matches and the text between them become pieces
-    ignore_merges: bool = False  # a word that is a token as a whole is not merged from its parts
-    add_bos: bool = False  # a beginning-of-sequence token goes first where `tokenizer.ggml.add_bos_token` is absent
-    whole_lines: bool = False  # a run of newlines that is a token as a whole is not merged from single ones
-    # Words are merged from bytes, written as printable characters; otherwise from characters, with "▁" for a space and
-    # tokens such as <0x0A> for the bytes of a character that is no token.
+    ignore_merges: bool = False  # a word that is a token as a whole is not merged from parts
+    add_bos: bool = False  # without `tokenizer.ggml.add_bos_token` in the file, a beginning-of-sequence token is added
+    whole_lines: bool = False  # a run of newlines that is a token as a whole is not merged from parts
+    # True: words are merged from bytes, written as printable characters. False: from characters, with "▁" for a space,
+    # and tokens such as <0x0A> for the bytes of a character that is no token.
     byte_level: bool = True
-    # Digits in a row, at most. A regex that groups digits from the right looks ahead to the last one from each: 20 000
-    # digits take a second, and four times as long if there are twice as many.
+    # Limit of consecutive digits. A regex that groups digits from the right looks ahead to the last digit from each
+    # one: 20,000 digits take a second, and twice as many digits take four times as long.
     longest_number: int = LONGEST_RUN
 
 
@@ -35,7 +36,7 @@ def _any(*alternatives: str) -> str:
     return "|".join(alternatives)
 
 
-# The regexes share their parts. A contraction is written out in both cases because (?i:'s) would also match the long s
+# Parts that regexes share. Contractions are written in both cases, because (?i:'s) would also match the long s
 # (U+017F).
 _SUFFIX = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _PREFIX = r"[^\r\n\p{L}\p{N}]?"
@@ -48,7 +49,8 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 
 def _cased(number: str, suffix: str = "", symbols: str = r" ?[^\s\p{L}\p{N}]+[\r\n/]*", without: str = "") -> str:
-    """Words end between a lower-case letter and an upper-case one. without: characters that are no letters here."""
+    """A regex whose words also end between a lower-case and an upper-case letter. without: characters that are not
+    letters here."""
     upper, lower = f"[{_UPPER}{without}]", f"[{_LOWER}{without}]"
     lower_word, upper_word = f"{_PREFIX}{upper}*{lower}+{suffix}", f"{_PREFIX}{upper}+{lower}*{suffix}"
     return _any(lower_word, upper_word, number, symbols, _SPACE)
@@ -63,7 +65,7 @@ _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 
 def _code_points(ranges: str) -> str:
-    """The part of a regex's class that lists these ranges of hexadecimal code points."""
+    """Ranges of hexadecimal code points, in the form for a regex's class."""
     return "".join(r"\x{" + span.replace("-", r"}-\x{") + "}" for span in ranges.split())
 
 
@@ -73,7 +75,7 @@ _ASCII_WORD = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
 _DEEPSEEK3_WORD = r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
 _DEEPSEEK3 = _any(_ASCII_WORD, _DEEPSEEK3_WORD, r" ?[\p{P}\p{S}]+[\r\n]*", _SPACE)
 
-# The letters with case of an older Unicode version.
+# The letters with case in an older version of Unicode.
 _DEEPSEEK_LETTERS = _code_points(
     """
     41-5A 61-7A B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376 377 37B-37D 37F 386 388-38A 38C 38E-3A1
@@ -85,10 +87,10 @@ _DEEPSEEK_LETTERS = _code_points(
     104B0-104D3 104D8-104FB 10C80-10CB2 10CC0-10CF2 118A0-118DF 1E900-1E943
     """
 )
-# U+3000, which the source lists, is white space to llama.cpp before it tests this class.
+# Without U+3000, which llama.cpp lists: it handles this character as white space before it tests this class.
 _DEEPSEEK_SYMBOLS = _code_points("21-2F 3A-7E FF01-FF0F FF1A-FF5E 2018-201F 3001-3002")
 
-# Between the groups of a number, three digits each from its end, and after a number; not before it.
+# Between groups of three digits, counted from a number's end, and after a number; but not before it.
 _GROUPS_OF_THREE = r"(?<=\p{N})(?:(?!\p{N})|(?=(?:\p{N}{3})+(?!\p{N})))"
 _ASIAN = _code_points("E40-EFF 1000-109F 1100-11FF 1780-17FF 2F00-2FDF 3040-30FF 3400-4DBF 4E00-FAFF FF65-FF9F")
 _CHAMELEON = (r"<sentinel:[0-9]+>", r"IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", _GPT2)

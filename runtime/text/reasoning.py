@@ -1,7 +1,7 @@
-"""Divides a model's output into parts: its thinking, its answer, its calls, as early as they are certain.
+"""Divides a model's output into parts: thinking, answer, calls. Each part is reported as early as it is certain.
 
-A parser gets the text of an answer, piece by piece, with the texts of those control tokens that `ReasoningFormat.marks`
-names, and the prompt, because some chat templates begin the thinking themselves. `detect` finds a model's format in
+A parser gets the prompt, because some chat templates begin the thinking themselves, and the text of an answer piece by
+piece. This text must include the control tokens in `ReasoningFormat.marks`. `detect` finds the format of a model in
 FORMATS by its vocabulary.
 """
 
@@ -19,8 +19,8 @@ Kind = Literal["thinking", "final", "tool"]
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """A piece of a part. Adjacent ones of the same kind and recipient belong together. recipient: of kind "tool": the
-    recipient as the model writes it ("functions.search")."""
+    """A piece of a part. Adjacent pieces with the same kind and recipient belong to the same part. recipient: for the
+    kind "tool", as the model writes it ("functions.search")."""
 
     kind: Kind
     text: str
@@ -28,37 +28,38 @@ class AnswerPart:
 
 
 class Parser(ABC):
-    """Divides one answer: `feed` its pieces, then `finish`."""
+    """Divides one answer. Call `feed` with each piece, then `finish`."""
 
     def __init__(self) -> None:
         self._held = ""
 
     def feed(self, text: str) -> list[AnswerPart]:
-        """The parts that `text` completes or continues, none of them empty."""
+        """The parts that `text` completes or continues. None of them is empty."""
         return self._scan(self._held + text, last=False)
 
     def finish(self) -> list[AnswerPart]:
-        """The rest, at the end of the answer."""
+        """The remaining parts, at the end of the answer."""
         return self._scan(self._held, last=True)
 
     @abstractmethod
     def _scan(self, text: str, last: bool) -> list[AnswerPart]:
-        """The parts of `text`; sets `_held` to the rest that needs more text."""
+        """The parts of `text`. Sets `_held` to the rest that needs more text to be certain."""
 
 
 @dataclass(frozen=True)
 class ReasoningFormat(ABC):
-    """marks: the texts that separate the parts of an answer; of control tokens the parser needs the texts."""
+    """marks: the texts that separate the parts of an answer. If they are control tokens, the parser needs their
+    texts."""
 
     marks: tuple[str, ...]
 
     @abstractmethod
     def begun(self, prompt: Traced, thought: str, text: str) -> Traced:
-        """The prompt of an answer that begins with these: after the thinking, in the answer itself."""
+        """The prompt for an answer that begins with this thinking and this text, and continues after the text."""
 
     @abstractmethod
     def parser(self, prompt: str, continued: bool = False) -> Parser:
-        """A parser of the answer to this rendered prompt. continued: of one that `begun` made."""
+        """A parser for the answer to this rendered prompt. continued: whether `begun` made the prompt."""
 
 
 # ---- thinking between two marks, then the answer
@@ -66,7 +67,8 @@ class ReasoningFormat(ABC):
 
 @dataclass(frozen=True)
 class Tags(ReasoningFormat):
-    """Marks: before and after the thinking, which comes first if there is any. label: the text after the first mark."""
+    """marks: before and after the thinking, which comes before the answer. label: a text that follows the first
+    mark."""
 
     label: str = ""
 
@@ -89,14 +91,14 @@ class _TagParser(Parser):
     def __init__(self, opening: str, closing: str, state: Literal["start", "thinking", "between", "final"]):
         super().__init__()
         self._opening, self._closing, self._state = opening, closing, state
-        self._thought = False  # there was some thinking
+        self._thought = False  # whether there was some thinking
 
     def _scan(self, text: str, last: bool) -> list[AnswerPart]:
         self._held, parts = "", []
         if self._state == "start":
-            # Later in the answer the mark is text.
+            # later in the answer, the mark is text
             begun = text.lstrip()
-            if begun.startswith(self._closing):  # of no thinking (MiniMax M3)
+            if begun.startswith(self._closing):  # the end of a thinking that did not begin (MiniMax M3)
                 self._state, text = "between", begun.removeprefix(self._closing)
             elif begun.startswith(self._opening):
                 self._state, text = "thinking", begun.removeprefix(self._opening)
@@ -127,8 +129,9 @@ class _TagParser(Parser):
 
 @dataclass(frozen=True)
 class Sections(ReasoningFormat):
-    """Marks open, sep and close: `<open>NAME<sep>TEXT<close>NAME<sep>`, several in an answer (Kimi K3). `think` has the
-    thinking, `response` the answer; others are of the answer as they are. A prompt may end within one."""
+    """marks: open, sep and close. `<open>NAME<sep>TEXT<close>NAME<sep>`, several in an answer (Kimi K3). The section
+    `think` is the thinking, `response` the answer; other sections are text of the answer, unchanged. A prompt may end
+    within a section."""
 
     def begun(self, prompt: Traced, thought: str, text: str) -> Traced:
         tag = {name: [Traced.all_own(f"{mark}{name}{self.marks[1]}") for mark in self.marks[::2]] for name in SECTIONS}
@@ -148,7 +151,7 @@ SECTIONS: dict[str, Kind] = {"think": "thinking", "response": "final"}
 
 class _SectionParser(Parser):
     def __init__(self, marks: tuple[str, ...], section: str):
-        """section: that the answer begins in; "": none."""
+        """section: the section in which the answer begins; "": none."""
         super().__init__()
         self._open, self._sep, self._close = marks
         self._section = section
@@ -182,7 +185,7 @@ class _SectionParser(Parser):
 @dataclass(frozen=True)
 class Harmony(ReasoningFormat):
     """`<|start|>assistant to=RECIPIENT<|channel|>CHANNEL <|constrain|>TYPE<|message|>TEXT<|end|>`, several in an answer
-    (https://cookbook.openai.com/articles/openai-harmony). The prompt ends within the first message's header."""
+    (https://cookbook.openai.com/articles/openai-harmony). The prompt ends within the header of the first message."""
 
     def begun(self, prompt: Traced, thought: str, text: str) -> Traced:
         start, channel, _, message, end = map(Traced.all_own, self.marks)
@@ -197,7 +200,8 @@ class Harmony(ReasoningFormat):
 
 class _HarmonyParser(Parser):
     def __init__(self, marks: tuple[str, ...], header: str | None):
-        """header: None: within the text of a message."""
+        """header: the beginning of a header, where the answer begins; None: the answer begins within the text of a
+        message."""
         super().__init__()
         self._start, self._channel, _, self._message, self._end = marks
         self._header = header
@@ -209,7 +213,7 @@ class _HarmonyParser(Parser):
         parts = []
         while True:
             if self._header is None:
-                # A message that the next one interrupts has no end.
+                # a message has no end if the next message interrupts it
                 before, mark, text = split_at(text, (self._end, self._start, self._channel), last)
                 if before:
                     parts.append(AnswerPart(self._kind, before, self._recipient))
@@ -225,7 +229,7 @@ class _HarmonyParser(Parser):
                 self._header = None
         self._held = text
         if last and self._header and not self._messages and self._channel not in self._header:
-            parts.append(AnswerPart("final", self._header))  # the model ignores the format
+            parts.append(AnswerPart("final", self._header))  # the model does not follow the format
         return parts
 
     def _begin_message(self, header: str) -> None:
@@ -239,7 +243,7 @@ class _HarmonyParser(Parser):
             self._kind = "thinking" if channels and channels[-1] != "final" else "final"
 
 
-# A model has the first format whose marks are all in its vocabulary. Sources: the chat templates of the models.
+# A model has the first format whose marks are all in its vocabulary. Sources: the models' chat templates.
 FORMATS: tuple[ReasoningFormat, ...] = (
     Harmony(("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")),  # gpt-oss
     Tags(("<|channel>", "<channel|>"), label="thought"),  # Gemma 4
@@ -250,7 +254,7 @@ FORMATS: tuple[ReasoningFormat, ...] = (
     Tags(("<think:opensource>", "</think:opensource>")),  # Hunyuan 3
     Sections(("<|open|>", "<|sep|>", "<|close|>")),  # Kimi K3
 )
-# Qwen3, DeepSeek R1, GLM 4.5, SmolLM3 and many others; in some of their vocabularies the marks are ordinary text.
+# Qwen3, DeepSeek R1, GLM 4.5, SmolLM3 and many others. In some of their vocabularies the marks are ordinary text.
 DEFAULT = Tags(("<think>", "</think>"))
 
 

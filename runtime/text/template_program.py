@@ -1,14 +1,14 @@
-"""Renders a chat template: the program of the process that `chat_template.py` starts, with Jinja.
+"""Renders a chat template with Jinja. This is the program of the child process that `chat_template.py` starts.
 
 Opening: {"source": the template, "tokens": {"bos_token": text, ..}} -> {"variables": names of the template's variables}
-or {"malformed": why}. Requests: the variables of a rendering -> {"text", "own": spans of the text that are the
-template's own} or {"failed": why}.
+or {"malformed": why}. Requests: the variables of a rendering -> {"text", "own": spans of the text that the template
+wrote itself} or {"failed": why}.
 
-A template is untrusted code: it runs in Jinja's sandbox, which hides Python's internals and bounds ranges, and in a
-process of its own, which bounds time and memory. The environment is that of Hugging Face transformers
-(`chat_template_utils.py`), which templates are written for, except that lists and dicts can be changed, as in llama.cpp
-(Kimi K2's template for GGUF files keeps a list of tool calls), and that texts are traced: the template's own, and
-roles, are distinguished from those of messages.
+A template is untrusted code. It runs in Jinja's sandbox, which hides Python's internals and limits ranges, and in its
+own process, which limits time and memory. The environment is that of Hugging Face transformers
+(`chat_template_utils.py`), for which templates are written, with two differences: lists and dicts can be changed, as in
+llama.cpp (Kimi K2's template for GGUF files keeps a list of tool calls); and texts are traced, so that texts of the
+template, and roles, are distinguished from texts of messages.
 """
 
 import json
@@ -27,13 +27,13 @@ import jinja2.sandbox
 
 from mlc_amd.runtime.text.traced_text import Traced, concatenate, derived
 
-_MAX_CHARACTERS = 1 << 24  # of a prompt: several times the largest context of any model
-# Texts of messages that templates turn into control tokens: Phi-3's writes '<|' + role + '|>'.
+_MAX_CHARACTERS = 1 << 24  # limit of a prompt: several times the largest context of any model
+# Texts of messages from which templates make control tokens: Phi-3's template writes '<|' + role + '|>'.
 _ROLES = frozenset(("system", "user", "assistant", "tool"))
 
 
 def open_work(opening: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[dict[str, Any]], dict[str, Any]]]:
-    """The answer to the opening, and the function that renders."""
+    """Returns the answer to the opening, and the function that answers requests."""
     environment = _Environment()
     try:
         template = environment.from_string(opening["source"])
@@ -41,7 +41,7 @@ def open_work(opening: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[dic
         names.visit(environment.parse(opening["source"]))
     except jinja2.TemplateSyntaxError as error:
         return {"malformed": f"line {error.lineno}: {_described(error)}"}, _refused
-    except Exception as error:  # of Python's compiler, as for blocks nested too deeply
+    except Exception as error:  # errors of Python's compiler, for example for deeply nested blocks
         return {"malformed": _described(error)}, _refused
     tokens = {name: Traced.all_own(text) for name, text in opening["tokens"].items()}
 
@@ -73,7 +73,7 @@ class _Generator(jinja2.compiler.CodeGenerator):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.optimizer = None  # it would evaluate constants, as plain texts, also unused ones
+        self.optimizer = None  # it would evaluate constants, even unused ones, as plain texts
 
     def visit_Const(self, node: jinja2.nodes.Const, frame: jinja2.compiler.Frame) -> None:
         if isinstance(node.value, str):
@@ -98,11 +98,11 @@ class _Generator(jinja2.compiler.CodeGenerator):
 
 
 class _Names(jinja2.meta.TrackingCodeGenerator, _Generator):
-    """Finds the variables of a template, as `jinja2.meta.find_undeclared_variables` does."""
+    """Finds the variables of a template, like `jinja2.meta.find_undeclared_variables`."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %}...{% endgeneration %} marks assistant text in training data; here it renders its content."""
+    """{% generation %}...{% endgeneration %} marks assistant text in training data. Here, it renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 (its type in Jinja's class)
 
@@ -144,7 +144,7 @@ def _strftime_now(fmt: str) -> str:
 def _tojson(
     value: object, ensure_ascii: bool = False, indent: int | None = None, separators=None, sort_keys: bool = False
 ) -> str:
-    # Jinja's own filter escapes <, >, & and ' for HTML.
+    # Jinja's own filter would escape <, >, & and ' for HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

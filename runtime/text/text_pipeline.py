@@ -1,8 +1,8 @@
-"""The steps before the words of a text are merged to tokens, as parts of the `tokenizers` library: normalization, and
-the split into words (`pre_tokenizers.py`), which compiler/tokenizer.py writes into tokenizer.json.
+"""The steps before the words of a text are merged to tokens, as components of the `tokenizers` library: normalization,
+and the split into words (`pre_tokenizers.py`). compiler/tokenizer.py writes them to tokenizer.json.
 
-A loaded model must have the same ones: another regex could take minutes for a line of text, or crash the library.
-`check_runs` refuses texts for which these would.
+A loaded model must have exactly these components: another regex could take minutes for a line of text, or crash the
+library. `check_runs` rejects texts for which these regexes would take too long.
 """
 
 import base64
@@ -21,9 +21,9 @@ _RUNS = re.compile(r"\s+|\d+")
 def set_pipeline(
     tokenizer: Tokenizer, kind: str, pre: str | None, add_space_prefix: bool, changes: Normalizer | None
 ) -> None:
-    """Sets the tokenizer's normalizer and pre-tokenizer. kind: of the vocabulary, as compiler/tokenizer.py names it.
-    pre: None: the default; KeyError for an unknown name. add_space_prefix: SentencePiece begins each text with a
-    space."""
+    """Sets the normalizer and the pre-tokenizer of `tokenizer`. kind: of the vocabulary, as compiler/tokenizer.py names
+    it. pre: a name of pre_tokenizers.py, None: the default; raises KeyError for an unknown name. add_space_prefix:
+    whether a space is added before each text, as SentencePiece does."""
     normalizer, words = _pipeline(kind, pre, add_space_prefix, changes)
     if normalizer is not None:
         tokenizer.normalizer = normalizer
@@ -34,7 +34,7 @@ def set_pipeline(
 def has_pipeline(
     tokenizer: Tokenizer, kind: str, pre: str | None, add_space_prefix: bool, changes: Normalizer | None
 ) -> bool:
-    """Whether `tokenizer` has these parts and no others; False for an unknown name."""
+    """Whether `tokenizer` has these components and no others; False for an unknown name."""
     if pre is not None and pre not in PRE_TOKENIZERS:
         return False
     parts = (tokenizer.normalizer, tokenizer.pre_tokenizer)
@@ -47,7 +47,7 @@ def has_pipeline(
 
 
 def check_runs(text: str, pre: str | None) -> None:
-    """UserError for a text that the pre-tokenizer would take too long to split."""
+    """Raises UserError for a text that the pre-tokenizer would take too long to split."""
     longest = (DEFAULT if pre is None else PRE_TOKENIZERS[pre]).longest_number
     if len(text) <= longest:
         return

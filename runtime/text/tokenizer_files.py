@@ -1,5 +1,6 @@
-"""tokenizer.json and tokenizer_config.json as types; dist/README.md explains the keys. Only what compiler/tokenizer.py
-writes is accepted, no other feature of the library, such as padding to any length. UserError for all else."""
+"""The types of tokenizer.json and tokenizer_config.json. dist/README.md explains the keys. Only what
+compiler/tokenizer.py writes is accepted; other features of the library, such as padding to any length, are not. Raises
+UserError for other content."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from mlc_amd.runtime.errors import QUOTED, UserError, one_line
 
 LIBRARY, CONFIG = "tokenizer.json", "tokenizer_config.json"
 ADVICE = "compile the model again"
-NO_TOKENIZER = "none"  # Config.model of a file that makes no tokens of texts
+NO_TOKENIZER = "none"  # value of Config.model for a file that cannot tokenize texts
 Token = Annotated[int, Meta(ge=0, lt=1 << 30)]
 
 
@@ -31,8 +32,9 @@ FillName = Literal["prefix", "suffix", "middle", "repository", "file"]
 
 
 class Normalizer(TypedDict):
-    """How texts change before WordPiece and unigram models. lowercase, strip_accents: of WordPiece; charsmap: of
-    unigram models, rules of SentencePiece in base64, "": none; merge_spaces: several are one, at the ends none."""
+    """Changes to texts before WordPiece and unigram models. lowercase, strip_accents: WordPiece. charsmap: unigram
+    models, SentencePiece's rules in base64, "" for none. merge_spaces: consecutive spaces become one, spaces at the
+    ends are removed."""
 
     lowercase: bool
     strip_accents: bool
@@ -45,13 +47,13 @@ class Config(TypedDict):
     pre: str | None
     byte_level: bool
     vocab_size: Annotated[int, Meta(ge=1, le=1 << 30)]
-    special: Annotated[dict[SpecialName, Special | None], Meta(min_length=6)]  # all of them
+    special: Annotated[dict[SpecialName, Special | None], Meta(min_length=6)]  # all six
     end_ids: list[Token]
     add_bos: bool
     add_eos: bool
     add_space_prefix: bool
     normalizer: Normalizer | None
-    fill: dict[FillName, Token]  # those of fill in the middle: none, or at least prefix and suffix
+    fill: dict[FillName, Token]  # tokens for fill in the middle: none, or at least prefix and suffix
     pair: Annotated[list[list[Token]], Meta(min_length=3, max_length=3)]
     mark: str
     chat_template: str | None
@@ -69,7 +71,7 @@ class _Added(TypedDict):
 
 
 class _Merges(msgspec.Struct, tag_field="type", tag="BPE"):
-    """The library checks the parts that may have hundreds of thousands of entries."""
+    """The library itself checks the fields that may have hundreds of thousands of entries."""
 
     dropout: None
     unk_token: str | None
@@ -96,7 +98,7 @@ class _Unigrams(msgspec.Struct, tag_field="type", tag="Unigram"):
 
 
 class _Library(msgspec.Struct):
-    """text_pipeline.py checks normalizer and pre_tokenizer; decoders are not used."""
+    """text_pipeline.py checks the normalizer and the pre-tokenizer. Decoders are not used."""
 
     version: str
     truncation: None
@@ -125,7 +127,7 @@ def read_config(directory: Path) -> Config:
 
 
 def read_library(directory: Path, tokens: int) -> tokenizers.Tokenizer:
-    """The library's tokenizer with that many tokens, of `tokenizer.json`."""
+    """The library's tokenizer from `tokenizer.json`, which must have `tokens` tokens."""
     path = Path(directory) / LIBRARY
     data = json_files.read_bytes(path)
     content = json_files.decode(data, _Library, path, ADVICE)
@@ -141,7 +143,7 @@ def read_library(directory: Path, tokens: int) -> tokenizers.Tokenizer:
 
 @contextmanager
 def library_errors(problem: str, advice: str) -> Iterator[None]:
-    """UserError for all errors of the library: Exception, and the BaseException of a panic in its Rust code."""
+    """Turns all errors of the library into UserError: Exception, and the BaseException of a panic in its Rust code."""
     try:
         yield
     except BaseException as error:

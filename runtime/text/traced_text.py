@@ -1,7 +1,7 @@
-"""Text with a flag for each character: whether a chat template wrote it itself ("own"), or it comes from a message.
+"""A text with a flag for each character: whether a chat template wrote it itself ("own"), or it comes from a message.
 
-Only own characters can be control tokens (`Tokenizer.encode`). Other strings are not own: an operation that is missing
-here returns a plain str. So no operation of a template can turn the text of a message into a control token.
+Only own characters can become control tokens (`Tokenizer.encode`). Plain strings are not own. An operation that is
+missing here returns a plain str, so no operation of a template can turn the text of a message into a control token.
 """
 
 import re
@@ -12,7 +12,7 @@ _SPANS = re.compile(b"\1+")
 
 
 class Traced(str):
-    """own: for each character of the text 1 if it is own, else 0; None: all 0."""
+    """own: for each character 1 if it is own, otherwise 0; None: all are 0."""
 
     _own: bytes
     __slots__ = ("_own",)
@@ -24,30 +24,30 @@ class Traced(str):
 
     @classmethod
     def all_own(cls, text: str) -> "Traced":
-        """A text of a template."""
+        """A text of a template: all characters are own."""
         return cls(text, b"\1" * len(text))
 
     @classmethod
     def of_spans(cls, text: str, spans: Iterable[tuple[int, int]]) -> "Traced":
-        """The inverse of `spans`."""
+        """The inverse of `spans`: the text, with own characters in these ranges."""
         own = bytearray(len(text))
         for start, stop in spans:
             own[start:stop] = b"\1" * (stop - start)
         return cls(text, bytes(own))
 
     def spans(self) -> list[tuple[int, int]]:
-        """The ranges of own characters: [start, stop), ascending, never adjacent."""
+        """The ranges of own characters, [start, stop): ascending, never adjacent."""
         return [match.span() for match in _SPANS.finditer(self._own)]
 
     def is_own(self, start: int, stop: int) -> bool:
-        """Whether all of these characters are own."""
+        """Whether all characters of a range are own."""
         return 0 not in self._own[start:stop]
 
     def begins_with(self, other: "Traced") -> bool:
-        """Whether this begins with `other`, with the same characters own."""
+        """Whether this text begins with `other`, with the same characters own."""
         return self.startswith(other) and self._own.startswith(other._own)
 
-    # ---- operations of str
+    # ---- the operations of str
 
     def __str__(self) -> str:
         return self
@@ -113,7 +113,7 @@ class Traced(str):
         return separator.join(self.split(old, count)) if old else super().replace(old, new, count)
 
     def _found(self, pieces: Iterable[str], sep: str | None) -> list["Traced"]:
-        """The pieces, which are consecutive in this text, with `sep` between; None: with white space."""
+        """The pieces as Traced. They are consecutive in this text, with `sep` between them; None: with white space."""
         result, place = [], 0
         for piece in pieces:
             place = self.find(piece, place) if sep is None else place
@@ -144,7 +144,7 @@ for _name in ("lower", "upper", "capitalize", "title", "swapcase", "casefold", "
 
 
 def concatenate(pieces: Iterable[object]) -> str:
-    """The joined texts: Traced if one of them is."""
+    """The joined texts: Traced if one of them is Traced."""
     texts = [str(piece) for piece in pieces]
     result = "".join(texts)
     if not any(isinstance(text, Traced) for text in texts):
@@ -153,7 +153,7 @@ def concatenate(pieces: Iterable[object]) -> str:
 
 
 def derived(result: str, *sources: object) -> str:
-    """`result`, computed from these: own if all of their texts are, else not at all."""
+    """`result`, which was computed from `sources`: own if all texts among them are own, otherwise not own at all."""
     return Traced.all_own(result) if all(map(_is_own, sources)) else result
 
 
