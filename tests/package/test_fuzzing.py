@@ -43,7 +43,7 @@ def results():
         name = names[draw.random()]
         return Case(name, f"ends as {name}", ACTS[name])
 
-    return list(fuzzing.run(make, control, 5, range(len(ACTS)), Limits(0.5, 1 << 30)))
+    return list(fuzzing.run(make, control, 5, range(len(ACTS)), Limits(2.0, 1 << 30)))
 
 
 def test_outcomes_are_told_apart(results):

@@ -69,18 +69,6 @@ def decoding(artifact: Artifact, names=("decode", "step_8")) -> Artifact:
     return artifact
 
 
-def _recording(monkeypatch) -> list:
-    """The devices that backends are opened for from now on."""
-    found, opens = [], VulkanBackend.__init__
-
-    def record(self, device, candidate):
-        found.append(device)
-        opens(self, device, candidate)
-
-    monkeypatch.setattr(VulkanBackend, "__init__", record)
-    return found
-
-
 def wrong(artifact: Artifact, runs: int = 0) -> dict[str, str]:
     found = selftest_kernels.check_all(artifact, PROFILE, None, runs)
     return {one["kernel"]: one["problem"] for one in found if one["problem"]}
@@ -88,7 +76,8 @@ def wrong(artifact: Artifact, runs: int = 0) -> dict[str, str]:
 
 def test_passes_and_writes_its_file(compiled_for, tmp_path, monkeypatch, capsys):
     gpu("llvmpipe")
-    opened = _recording(monkeypatch)
+    opened, opens = [], VulkanBackend.__init__
+    monkeypatch.setattr(VulkanBackend, "__init__", lambda self, *args: opened.append(args[0]) or opens(self, *args))
     artifact = compiled_for("vulkan", "lavapipe", "tiny:q4_0", 128, few=True)
     out = tmp_path / "found.json"
     assert cli.main(["selftest", str(artifact), "--runs", "2", "--seconds", "0", "-o", str(out)]) == 0
