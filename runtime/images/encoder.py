@@ -147,18 +147,20 @@ class ImageEncoder:
         self, groups: Iterable[Sequence[PreparedImage]], busy: Callable[[], bool], most: int | None = None
     ) -> Iterator[list[np.ndarray]]:
         """Yields the features of each group's images, and [] between pieces of a run. most: the number of pieces that
-        are submitted together, None: all. While `busy`, they are submitted one by one, and writing the inputs counts as
-        a piece. If another run came between the pieces of a run, it begins again."""
+        are submitted together, None: all. While `busy`, they are submitted one by one, and writing each input
+        counts as a piece. If another run came between the pieces of a run, it begins again."""
         for run in [self._packed(group) for group in groups]:
             functions, this, done, found = self._cut[run.function], object(), 0, []
+            unwritten: Iterator[None] = iter(())
             while done < len(functions):
                 if self._begun is not this:
-                    self._begun, done = this, 0
-                    self._write(run)
-                    found = self._memory(run)
+                    self._begun, done, unwritten = this, 0, self._writes(run)
+                if next(unwritten, unwritten) is None:
                     if busy():
                         yield []
-                        continue
+                    continue
+                if not done:
+                    found = self._memory(run)
                 self._write_counts(run)
                 *fed, last = functions[done:][: 1 if busy() else most]
                 for piece in fed:
@@ -194,17 +196,21 @@ class ImageEncoder:
             copies += zip(parts(rows[start : start + shape.of.rows]), parts(shape.inputs[key]), strict=True)
         share(np.copyto, copies)
 
-    def _write(self, run: "_Run") -> None:
-        """Writes the device's inputs."""
+    def _writes(self, run: "_Run") -> Iterator[None]:
+        """Writes the device's inputs, and pauses after each: large ones take as long as steps."""
         self._device.fill("patches", run.starts[-1], partial(self._put, run))
+        yield
         written = run.size, [*map(self._patches, run.images)]
         if self._written != written:
-            self._written = written
+            self._written = None
+            for key in run.shapes[0].inputs:
+                self._device.fill(key, run.starts[-1], partial(self._put_inputs, run, key))
+                yield
             for key, rows in self._places(run).items():
                 if key in self.vision["io"]:
                     self._device.write(key, rows)
-            for key in run.shapes[0].inputs:
-                self._device.fill(key, run.starts[-1], partial(self._put_inputs, run, key))
+            self._written = written
+            yield
 
     def _write_counts(self, run: "_Run") -> None:
         """Writes the inputs that steps of the decoder use, too."""

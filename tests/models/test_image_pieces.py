@@ -108,13 +108,15 @@ def test_features_do_not_depend_on_what_comes_between_pieces(engine, other):
 
 def test_pieces_are_submitted_together_while_nobody_waits(engine):
     encoder, image, waits = engine.features.encoder, picture(4), []
-    for busy in (False, True):
+    for busy, known in ((False, True), (True, True), (True, False)):
         each: list[None] = []
+        encoder._written = encoder._written if known else None
         (found,) = in_pieces(engine, image, busy, lambda each=each: each.append(None))
         waits.append(len(each))
         assert (found == encoder.encode([image])[0]).all()
     pieces = {name: len(cut) for name, cut in encoder._cut.items()}
-    assert waits == [-(-pieces["image_1024"] // pieces["image_256"]) - 1, pieces["image_1024"]]
+    together, one, further = -(-pieces["image_1024"] // pieces["image_256"]) - 1, pieces["image_1024"], 3
+    assert waits == [together, one, one + further]  # inputs of a new shape: positions, angles, places
 
 
 def test_what_depends_on_the_shape_of_an_image_is_computed_by_the_thread_of_its_request(engine, monkeypatch):
