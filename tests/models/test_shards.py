@@ -53,7 +53,7 @@ def test_rows_that_are_copied_cross_as_float16(tmp_path, monkeypatch):
     assert {one["args"].get("half", False) for one in kernels if one["operator"] == "all_reduce"} == {True, False}
 
 
-@pytest.mark.parametrize("gpus", sample([2, 4], [4]))
+@pytest.mark.parametrize("gpus", sample([2, 4, 8], [4]))
 @pytest.mark.parametrize("name", architectures.MODELS)
 def test_parts_together_are_the_whole(name, gpus):
     """Every weight is on some GPU, once where it is a part of a sum."""
