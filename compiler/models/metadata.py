@@ -259,8 +259,7 @@ def experts_alone(
     gating: str = "", size: str = "expert_feed_forward_length", **variant
 ) -> Callable[[Keys], ExpertsConfig]:
     """A function that reads the experts of a layer, for models with experts in every layer. size: key of the experts'
-    size.
-    variant: see `read_experts`."""
+    size. variant: see `read_experts`."""
     return lambda own: read_experts(own, own.integer(size), gating=gating, **variant)
 
 
