@@ -1,8 +1,8 @@
-"""Exchanges in the graph of a model that several GPUs share (compiler/models/shards.py).
+"""Exchanges in the graph of a model that is divided by tensor (compiler/models/shards.py).
 
-A product with a matrix of which each GPU has some columns is a term of a sum. `Graph.terms` has the variables that are
-terms: what adds terms to one another, or multiplies them, makes terms; all else takes the sum, `whole`. So a block's
-terms are added up before they cross between GPUs.
+The product with a matrix of which each GPU has some columns is a term: its sum over GPUs is the whole product.
+`Graph.terms` has the variables that are terms. Sums and multiples of terms are terms, too; all other operators need the
+whole value (`whole`), which an all-reduce computes. So the terms of a block are added before they are exchanged.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ OPS: Any = relax.op  # TVM declares their arguments as expressions only
 
 
 class Graph(Protocol):
-    """What exchanges need of compiler/models/graph.py's."""
+    """The interface of compiler/models/graph.py's `Graph` that this module uses."""
 
     bb: Any
     model: Model
@@ -31,24 +31,24 @@ class Graph(Protocol):
 
 
 def term(g: Graph, x: relax.Var, name: str) -> relax.Var:
-    """x, the product with that matrix: a term, where each GPU has some of its columns."""
+    """Returns x, the product with the matrix `name`; marks it as a term if each GPU has some of the matrix' columns."""
     return terms_of(g, x) if name in g.model.sums else x
 
 
 def terms_of(g: Graph, x: relax.Var, *made_of: relax.Var) -> relax.Var:
-    """x, a term; made_of: only if these are terms."""
+    """Returns x; marks it as a term if all of `made_of` are terms."""
     if all(one in g.terms for one in made_of):
         g.terms.add(x)
     return x
 
 
 def whole(g: Graph, x, residual=None):
-    """The sum over all GPUs of a term, plus residual; any other x as it is."""
+    """For a term x: its sum over all GPUs, plus residual. Otherwise x."""
     if x not in g.terms:
         return x
     m, n = shape_of(x)
     op = AllReduce(n=n, parts=g.model.gpus, m=m, residual=residual is not None)
-    if op.words > exchange.MOST_WORDS:  # copied, not sent while kernels run
+    if op.words > exchange.MOST_WORDS:  # exchanged by copies, not while kernels run
         x = g.bb.emit(relax.op.astype(g.bb.emit(OPS.clip(x, -HALF_MAX, HALF_MAX)), "float16"))
         op = replace(op, half=True)
     added = [] if residual is None else [residual]
@@ -56,14 +56,15 @@ def whole(g: Graph, x, residual=None):
 
 
 def add(g: Graph, x, y) -> relax.Var:
-    """x + y, with the exchange if one of them is a term."""
+    """x + y; with an exchange if only one of them is a term."""
     if (x in g.terms) != (y in g.terms):
         return whole(g, x, residual=y) if x in g.terms else whole(g, y, residual=x)
     return terms_of(g, g.bb.emit(relax.op.add(x, y)), x, y)
 
 
 def gathered(g: Graph, x, name: str, count: int) -> relax.Var:
-    """The first columns of the product with that matrix, of which each GPU may have some rows."""
+    """The first `count` columns of x, the product with the matrix `name`; gathered from all GPUs if each has some of
+    the matrix' rows."""
     if name not in g.model.joins:
         return x
     m, n = shape_of(x)

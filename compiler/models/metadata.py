@@ -1,7 +1,8 @@
-"""The metadata that decoders have in common, read into parts of a `ModelConfig`.
+"""Reads the metadata that decoders have in common into parts of a `ModelConfig`. Architectures (architectures/) are
+built from these functions.
 
-In: `Keys`. Out: configurations; a `UserError` names the key of what is missing, impossible or not supported. Key names
-and defaults are llama.cpp's (src/llama-arch.cpp, src/llama-model.cpp).
+In: `Keys`. Out: configurations. A value that is missing, impossible or not supported raises a `UserError` with the name
+of its key. The names of keys and their defaults are llama.cpp's (src/llama-arch.cpp, src/llama-model.cpp).
 """
 
 import math
@@ -26,14 +27,14 @@ from mlc_amd.compiler.models.encoders.metadata import check_encoder, read_encode
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.runtime.errors import shorten
 
-MAX_LAYERS = 1024  # the largest known models have about 130: more means a damaged file
-MAX_EXPERTS = 1024  # llama.cpp takes up to 512
-SECTIONS = 4  # of RoPE's pairs: t, y, x of an image's rows, and one that no model has
-MAX_TAPS = 16  # of a convolution: known models have 3 or 4; what kernels of GPUs take
+MAX_LAYERS = 1024  # more layers mean a damaged file; the largest known models have about 130
+MAX_EXPERTS = 1024  # llama.cpp supports up to 512
+SECTIONS = 4  # sections of RoPE's pairs: t, y, x of an image's rows, and one that no model uses
+MAX_TAPS = 16  # taps of a convolution that GPU kernels support; known models have 3 or 4
 ROPE, LOCAL_ROPE = "rope", "local_rope"  # keys of ModelConfig.ropes
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-PREDICTOR = "attn_norm", "nextn.eh_proj", "nextn.enorm", "nextn.hnorm"  # tensors of a predicting layer
+PREDICTOR = "attn_norm", "nextn.eh_proj", "nextn.enorm", "nextn.hnorm"  # tensors of a layer for multi-token prediction
 SCALINGS = ("none", "linear", "yarn", "longrope")
 # Fields of LayerConfig: RMS norms before both blocks, but not by their usual names; around them; after them only
 NORMS_BEFORE: dict[str, Any] = {"feed_forward_norms": Norms(before="post_attention_norm")}
@@ -43,7 +44,7 @@ NORMS_AROUND: dict[str, Any] = {
 NORMS_AFTER: dict[str, Any] = {
     "mixer_norms": Norms(after="post_attention_norm"), "feed_forward_norms": Norms(after="post_ffw_norm"),
 }  # fmt: skip
-SHARED_NORM: dict[str, Any] = {"parallel": True, "feed_forward_norms": Norms()}  # before mixer and block
+SHARED_NORM: dict[str, Any] = {"parallel": True, "feed_forward_norms": Norms()}  # one norm for mixer and block
 INTERLEAVED = (
     "qwen3vl",
     "qwen3vlmoe",
@@ -51,7 +52,7 @@ INTERLEAVED = (
     "qwen35moe",
     "qwen4exp",
 )  # architectures whose RoPE sections take turns
-GATINGS = {1: "softmax", 2: "sigmoid", 3: "softmax_used", 4: "sqrt_softplus"}  # of expert_gating_func
+GATINGS = {1: "softmax", 2: "sigmoid", 3: "softmax_used", 4: "sqrt_softplus"}  # values of expert_gating_func
 
 
 def read_layers(keys: Keys) -> int:
@@ -59,13 +60,14 @@ def read_layers(keys: Keys) -> int:
 
 
 def each_layer(keys: Keys, count: int = 0) -> list[Keys]:
-    """The keys of each layer, or of the first `count`."""
+    """The `Keys` of each layer; if count is not 0, of the first `count` layers."""
     return [keys.at(i) for i in range(count or read_layers(keys))]
 
 
 class Predicting(NamedTuple):
-    """count: layers without those at the end for multi-token prediction. predictor: of the first of these, if the file
-    has its tensors. unused: the tensors of the others, of which models with one layer have none."""
+    """The layers for multi-token prediction, which come last. count: number of the other layers. predictor:
+    configuration of the first prediction layer, if the file has its tensors. unused: tensors of further prediction
+    layers."""
 
     keys: Keys
     count: int
@@ -73,7 +75,7 @@ class Predicting(NamedTuple):
     unused: tuple[str, ...]
 
     def of(self, layer: Callable[[Keys], LayerConfig]) -> list[LayerConfig]:
-        """All layers, the predicting one among them. layer: of the keys of one."""
+        """All layers, with the prediction layer. layer(keys): the configuration of a layer from its `Keys`."""
         layers = [layer(own) for own in each_layer(self.keys, self.count)]
         if self.predictor:
             layers.append(replace(layer(self.keys.at(self.count)), predictor=self.predictor))
@@ -81,7 +83,8 @@ class Predicting(NamedTuple):
 
 
 def predicting_layers(keys: Keys, known: bool = True) -> Predicting:
-    """known: whether the layer that predicts is as `transformer.predictor` has it; else all of them are unused."""
+    """The file's layers for multi-token prediction. known: whether `transformer.predictor` supports them; otherwise all
+    of their tensors are unused."""
     blocks = read_layers(keys)
     count = blocks - keys.integer("nextn_predict_layers", 0, minimum=0)
     if count < 1:
@@ -98,7 +101,8 @@ def predicting_layers(keys: Keys, known: bool = True) -> Predicting:
 
 
 def read_attention(keys: Keys, rope: str = ROPE, **variant) -> AttentionConfig:
-    """Head counts and sizes of a layer. `variant`: further fields of AttentionConfig."""
+    """The attention of a layer, with the file's numbers and sizes of heads. rope: a key of ModelConfig.ropes. variant:
+    other fields of AttentionConfig."""
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     head_dim = keys.integer("attention.key_length", max(1, hidden // heads))
     kv_heads = keys.integer("attention.head_count_kv", heads)
@@ -112,7 +116,8 @@ def read_attention(keys: Keys, rope: str = ROPE, **variant) -> AttentionConfig:
 
 
 def attention(keys: Keys, heads: int, kv_heads: int, head_dim: int, rope: str, **variant) -> AttentionConfig:
-    """Attention of these sizes, checked, with the matrices that the layer has."""
+    """Attention with these sizes, which are checked, and with the variants of matrices that the layer has. variant:
+    other fields of AttentionConfig."""
     if heads % kv_heads:
         raise keys.error(
             f"heads ({heads}) must be a multiple of KV heads ({kv_heads}) to be compiled; use another model"
@@ -123,14 +128,14 @@ def attention(keys: Keys, heads: int, kv_heads: int, head_dim: int, rope: str, *
 
 
 def attention_or(keys: Keys, other: Mixer, rope: str, **variant) -> list[Mixer]:
-    """The mixer of each layer, `other` where it has no KV heads. `variant`: as of `read_attention`."""
+    """The mixer of each layer: attention, or `other` for layers without KV heads. variant: see `read_attention`."""
     kv_heads = keys.integers("attention.head_count_kv", read_layers(keys), minimum=0)
     return [read_attention(keys.at(i), rope, **variant) if kv else other for i, kv in enumerate(kv_heads)]
 
 
 def local_layers(keys: Keys, layers: int, pattern: int, dense_first: bool = False) -> list[bool]:
-    """Which layers see a window of keys: of every `pattern` all but the last (dense_first: the first), or as the file
-    says (a number or a flag per layer)."""
+    """For each layer whether it has a sliding window. The file's value may be a flag for each layer, or a number
+    instead of `pattern`: of every `pattern` layers all but the last one (dense_first: the first one) have a window."""
     key = "attention.sliding_window_pattern"
     if isinstance(keys.metadata.get(keys.full(key)), list):
         return keys.flags(key, layers)
@@ -141,18 +146,19 @@ def local_layers(keys: Keys, layers: int, pattern: int, dense_first: bool = Fals
 def rotations(
     keys: Keys, layers: Sequence[LayerConfig], neox: bool, name: str = ROPE, **variant
 ) -> dict[str, RopeConfig]:
-    """The rope of that name, if layers use it. `variant`: as of `read_rope`."""
+    """{name: the file's RoPE} if any of the layers uses this name; otherwise {}. variant: see `read_rope`."""
     heads = [a.head_dim for layer in layers if (a := layer.attention) and a.rope == name]
     return {name: read_rope(keys, heads[0], neox, **variant)} if heads else {}
 
 
 def last_of(keys: Keys, step: int) -> bool:
-    """Whether the layer is the last of `step` ones."""
+    """Whether the layer is the last one of a group of `step` consecutive layers."""
     return ((keys.layer or 0) + 1) % step == 0
 
 
 def read_rope(keys: Keys, head_dim: int, neox: bool, scaled: bool = True, **variant) -> RopeConfig:
-    """scaled: with the file's context extension. `variant`: fields of RopeConfig instead of the file's."""
+    """The file's RoPE. scaled: whether to use the file's context extension. variant: fields of RopeConfig, instead of
+    the file's."""
     scaling = keys.string("rope.scaling.type", "linear")  # llama.cpp's default; without a factor it scales nothing
     if scaling not in SCALINGS:
         raise keys.error(f"RoPE scaling {shorten(scaling)} is not supported; supported are {', '.join(SCALINGS)}")
@@ -188,7 +194,7 @@ def read_rope(keys: Keys, head_dim: int, neox: bool, scaled: bool = True, **vari
 
 
 def _extrapolation(keys: Keys) -> float:
-    """yarn's factor; less than 0: unsaid."""
+    """The file's yarn_ext_factor, or 1 where the file lacks the key or has a negative value."""
     factor = keys.number("rope.scaling.yarn_ext_factor", 1.0, minimum=-math.inf)
     return factor if factor >= 0.0 else 1.0
 
@@ -197,7 +203,7 @@ def _extrapolation(keys: Keys) -> float:
 
 
 def read_taps(keys: Keys, key: str) -> int:
-    """Positions that a convolution sees."""
+    """The number of positions that a convolution reads."""
     return keys.integer(key, minimum=2, maximum=MAX_TAPS)
 
 
@@ -205,7 +211,7 @@ def read_taps(keys: Keys, key: str) -> int:
 
 
 def read_feed_forward(keys: Keys, act: str = "silu", **variant) -> FeedForwardConfig:
-    """The dense block of a layer. `variant`: further fields of FeedForwardConfig."""
+    """The dense feed-forward block of a layer. variant: other fields of FeedForwardConfig."""
     if keys.integer("expert_count", 0, minimum=0):
         raise keys.error(
             f"this is a mixture of experts ({keys.full('expert_count')} > 0), which is not known of {keys.prefix}; "
@@ -215,20 +221,22 @@ def read_feed_forward(keys: Keys, act: str = "silu", **variant) -> FeedForwardCo
 
 
 def dense(keys: Keys, act: str = "silu", size: int = 0, **variant) -> FeedForwardConfig:
-    """The dense block of a layer in a model that may have experts in others."""
+    """The dense feed-forward block of a layer, in a model whose other layers may have experts. size: 0 for the
+    file's."""
     return FeedForwardConfig(size or keys.integer("feed_forward_length"), act, **variant)
 
 
 def dense_or_experts(keys: Keys, size: str = "feed_forward_length", **variant) -> Block:
-    """A dense block, or experts of that size in files that count them. `variant`: as of `read_experts`."""
+    """Experts, if the file has a number of experts, otherwise a dense block. size: key of the experts' size. variant:
+    see `read_experts`."""
     if keys.integer("expert_count", 0, minimum=0):
         return read_experts(keys, keys.integer(size), **variant)
     return read_feed_forward(keys)
 
 
 def read_experts(keys: Keys, size: int, gating: str = "", **variant) -> ExpertsConfig:
-    """A mixture of experts. gating: one of GATINGS' values, the file's if empty. `variant`: further fields of
-    ExpertsConfig."""
+    """A mixture of experts. size: columns of an expert. gating: a value of GATINGS, "" for the file's. variant: other
+    fields of ExpertsConfig."""
     count = keys.integer("expert_count", maximum=MAX_EXPERTS)
     used = keys.integer("expert_used_count", maximum=MAX_EXPERTS)
     if used > count:
@@ -250,12 +258,13 @@ def read_experts(keys: Keys, size: int, gating: str = "", **variant) -> ExpertsC
 def experts_alone(
     gating: str = "", size: str = "expert_feed_forward_length", **variant
 ) -> Callable[[Keys], ExpertsConfig]:
-    """Experts of that size in every layer. `variant`: as of `read_experts`."""
+    """A function that reads the experts of a layer, for models with experts in every layer. size: key of the experts'
+    size. variant: see `read_experts`."""
     return lambda own: read_experts(own, own.integer(size), gating=gating, **variant)
 
 
 def experts_weighting(keys: Keys) -> dict[str, Any]:
-    """Fields of ExpertsConfig that say how the chosen experts are weighted."""
+    """The fields of ExpertsConfig for the weights of the chosen experts."""
     return {
         "normalize": keys.flag("expert_weights_norm", False),
         "scale": keys.number("expert_weights_scale", 1.0, minimum=0.0) or 1.0,
@@ -263,12 +272,13 @@ def experts_weighting(keys: Keys) -> dict[str, Any]:
 
 
 def shared_expert(size: int, **variant) -> SharedExpertConfig | None:
-    """None for a size of 0."""
+    """The shared expert, None if size is 0. variant: other fields of SharedExpertConfig."""
     return SharedExpertConfig(size, **variant) if size else None
 
 
 def dense_then(keys: Keys, experts: Callable[[Keys], Block]) -> Callable[[Keys], Block]:
-    """The block of a layer: dense in the first ones, then experts(keys of the layer)."""
+    """A function that reads the block of a layer: dense in the file's leading dense layers, then experts(keys of the
+    layer)."""
     leading = keys.integer("leading_dense_block_count", 0, minimum=0)
 
     def block(own: Keys) -> Block:
@@ -281,8 +291,8 @@ def dense_then(keys: Keys, experts: Callable[[Keys], Block]) -> Callable[[Keys],
 
 
 def read_model(keys: Keys, layers: Sequence[LayerConfig], ropes: dict[str, RopeConfig], **variant) -> ModelConfig:
-    """The model around its layers. `variant`: further fields of ModelConfig, or others than the file's. It is an
-    encoder if the file, the caller's pooling or the variant says so."""
+    """The configuration of a model with these layers. variant: other fields of ModelConfig, or fields instead of the
+    file's. The model is an embedding model if the file, the caller's pooling or the variant says so."""
     hidden = keys.integer("embedding_length")
     check_multiple(keys, "hidden size", hidden)
     encoder = variant.pop("encoder", None) or read_encoder(keys)
@@ -314,19 +324,22 @@ def read_uniform(
     rope: dict[str, Any] | None = None,
     **variant,
 ) -> ModelConfig:
-    """A model whose layers are alike. mixer, block: of the keys of a layer. norms: further fields of LayerConfig.
-    rope: as of `read_rope`. `variant`: as of `read_model`."""
+    """The configuration of a model whose layers are all read by the same functions. mixer(keys), block(keys): the mixer
+    and the block of a layer. norms: other fields of LayerConfig. rope: arguments of `read_rope`. variant: see
+    `read_model`."""
     layers = [LayerConfig(mixer(own), block(own), **(norms or {})) for own in each_layer(keys)]
     return read_model(keys, layers, rotations(keys, layers, neox, **(rope or {})), **variant)
 
 
 def check_multiple(keys: Keys, what: str, size: int, of: int = 32) -> None:
-    """UserError unless the kernels can take the size: blocks of quantized values have 32 columns."""
+    """Raises UserError unless `size` is a multiple of `of`; kernels need a multiple of 32, a block of quantized
+    values."""
     if size % of:
         raise keys.error(f"the {what} ({size}) must be a multiple of {of} to be compiled; use another model")
 
 
 def vocabulary(keys: Keys) -> int:
-    """As llama.cpp: the token list decides, `vocab_size` stands in for it in files without a tokenizer."""
+    """The number of tokens. As in llama.cpp, it is the length of the token list, or `vocab_size` in files without a
+    tokenizer."""
     tokens = keys.metadata.get("tokenizer.ggml.tokens")
     return len(tokens) if isinstance(tokens, list) and tokens else keys.integer("vocab_size")

@@ -1,6 +1,7 @@
-"""Mixers that keep a state of fixed size for each sequence from step to step, instead of keys and values.
+"""The configurations of mixers that keep a state of fixed size for each sequence, instead of keys and values.
 
-`states`: name to shape, of float32. width: columns of the widest intermediate tensors.
+states(hidden): {name: shape} of the states, float32. width(hidden): columns of the widest intermediate tensor. hidden:
+columns of the residual stream.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ class ShortConvConfig:
     """A gated short convolution (LFM2): [B, C, X] = in_proj h, y_p = C_p * sum over t of W_t (B * X)_{p-t}, out_proj y.
     W has `taps` numbers for each column."""
 
-    taps: int  # positions that a row sees, its own included
+    taps: int  # number of positions that a row reads, with its own
 
     def states(self, hidden: int) -> dict[str, Shape]:
         return {"conv": (self.taps - 1, hidden)}
@@ -25,25 +26,25 @@ class ShortConvConfig:
         return 3 * hidden
 
 
-NGRAMS = "per_layer_token_embd.weight"  # the table of NgramConfig
+NGRAMS = "per_layer_token_embd.weight"  # name of NgramConfig's table
 NGRAM_NORMS = "key", "query", "conv"  # ple_norm_<name>
-# A product with a multiplier has so many limbs of so many bits: kernels compute in int32
+# Products with multipliers are computed in int32, as LIMBS limbs of BITS bits.
 BITS, LIMBS = 6, 11
-LAGS = 32  # columns of a state that has the last tokens, of which as many are used as there are
+LAGS = 32  # columns of the state with the last tokens, of which as many are used as needed
 
 
 @dataclass(frozen=True)
 class NgramConfig:
     """Embeddings of the last tokens, added to the residual streams X_i (residuals/config.py) before a layer.
 
-    For each n from 2 to `size` and each of `heads`, a row of a table: that of the number offset + (xor over j < n of
-    multiplier_j * token_{p-j}) % size of that head. What is at or before a token `end`, but not the row's own, counts
-    as `end`, and so does what is before the sequence. E are all these rows side by side.
+    For each n from 2 to `size` and each of `heads` there is a row of a table, with the number offset + (xor over j < n
+    of multiplier_j * token_{p-j}) % size of that head. Tokens at or before a token `end` (other than the row's own)
+    count as `end`, and so do positions before the sequence. E is the concatenation of all these rows.
 
         s_i = norm_key(ple_key E)_i . norm_query(X)_i / sqrt(hidden)         g_i = sigmoid(sign(s_i) sqrt(|s_i|))
         V_i = g_i * ple_value E                         X_i += V_i + silu(conv(norm_conv(V)))_i
 
-    conv has `taps` numbers for each column, of every `size`th position. The norms are RMS norms of a stream each.
+    conv has `taps` numbers for each column, for every `size`th position. The norms are RMS norms of each stream.
     """
 
     size: int
@@ -53,14 +54,14 @@ class NgramConfig:
     taps: int
     streams: int
     end: int
-    image: int  # token in the place of an image's rows
+    image: int  # token that stands for the rows of an image
     multipliers: tuple[int, ...]
-    offsets: tuple[int, ...]  # of each n's heads
+    offsets: tuple[int, ...]  # one for each n and head
     sizes: tuple[int, ...]
 
     @property
     def reach(self) -> int:
-        """Positions that conv sees."""
+        """The number of positions that conv reads."""
         return (self.taps - 1) * self.size + 1
 
     def states(self, hidden: int) -> dict[str, Shape]:
@@ -81,11 +82,11 @@ class DeltaNetConfig:
     value_heads: int  # a multiple of key_heads
     head_dim: int  # columns of a head of q, k and v
     taps: int  # of the convolution
-    grouped: bool = False  # value heads of one key head follow one another; False: key head = value head % key_heads
-    merged_inputs: bool = False  # ssm_in holds, for each key head, the rows of q, k, v and of attn_gate
-    sigmoid: bool = False  # of the gate, instead of silu
+    grouped: bool = False  # the value heads of a key head are consecutive; False: key head = value head % key_heads
+    merged_inputs: bool = False  # ssm_in has, for each key head, the rows of q, k, v and of attn_gate
+    sigmoid: bool = False  # the gate's function is sigmoid instead of silu
     ngrams: NgramConfig | None = None
-    merged_gates: bool = False  # ssm_ba holds, for each key head, the rows of ssm_beta, then those of ssm_alpha
+    merged_gates: bool = False  # ssm_ba has, for each key head, the rows of ssm_beta, then those of ssm_alpha
 
     @property
     def keys(self) -> int:
@@ -112,8 +113,8 @@ class DeltaNetConfig:
 
 @dataclass(frozen=True)
 class ChannelDeltaConfig:
-    """A gated delta net whose states decay channel by channel (Kimi Linear). q, k and v = silu(conv(attn_q h)) and so
-    on: heads of q and k, each divided by its length. Each head has a matrix M; per row
+    """A gated delta net whose states decay by channel (Kimi Linear). q = silu(conv(attn_q h)), and k and v likewise;
+    each head of q and k is divided by its length. Each head has a matrix M; for each row
 
         M *= exp(ssm_a * softplus(ssm_f_b ssm_f_a h + ssm_dt)), a number of each row of M
         M += k d^T, d = sigmoid(ssm_beta h) * (v - M^T k); y = M^T q
@@ -125,14 +126,14 @@ class ChannelDeltaConfig:
     heads: int
     head_dim: int  # columns of a head of q, k and v, and between ssm_f_a and ssm_f_b, ssm_g_a and ssm_g_b
     taps: int  # of the convolutions
-    bound: float = 0.0  # of the exponent of decays, negative; 0: there is none
+    bound: float = 0.0  # lower limit of the exponent of decays, negative; 0: no limit
     sign: float = 1.0  # -1: ssm_a is negative, and has one dimension
-    decays: tuple[str, ...] = ("ssm_f_a", "ssm_f_b")  # the matrices that make them of h, or the only one
+    decays: tuple[str, ...] = ("ssm_f_a", "ssm_f_b")  # the one or two matrices that compute decays from h
     gates: tuple[str, ...] = ("ssm_g_a", "ssm_g_b")
 
     @property
     def columns(self) -> int:
-        """Of all heads of q, of k and of v."""
+        """The columns of all heads of q; k and v have as many."""
         return self.heads * self.head_dim
 
     def states(self, hidden: int) -> dict[str, Shape]:
@@ -178,21 +179,22 @@ class Mamba2Config:
 
 @dataclass(frozen=True)
 class MambaConfig:
-    """A selective state space whose steps, B and C are made of x (Mamba-1, PLaMo 2). [x, z] = ssm_in h, x = silu(conv
-    (x)), [t, B, C] = ssm_x x, each with a norm in some models; per row, with dt = softplus(ssm_dt t),
+    """A selective state space whose steps, B and C are computed from x (Mamba-1, PLaMo 2). [x, z] = ssm_in h, x =
+    silu(conv (x)), [t, B, C] = ssm_x x, each with a norm in some models; for each row, with dt = softplus(ssm_dt t),
 
         S *= exp(ssm_a * dt); S += dt * x B^T; y = S C + ssm_d * x
 
-    and ssm_out (y * silu(z)). Each column of x has its dt and ssm_d, and with each of B its ssm_a; with `heads`, those
-    of a head share theirs, ssm_in has for each head the rows of z, then those of x, and ssm_x those of B, C, then t.
+    and ssm_out (y * silu(z)). Each column of x has a dt and an ssm_d, and for each column of B an ssm_a. With `heads`,
+    the columns of a head share these; ssm_in then has for each head the rows of z, then those of x, and ssm_x has the
+    rows of B, C, then t.
     """
 
     inner: int  # columns of x
     state: int  # columns of B and of C
     rank: int  # columns of t
     taps: int  # of the convolution
-    heads: int = 0  # 0: each column is alone
-    norms: str = ""  # of t, B and C: of NORMS how their weights' names end; "bare": there are no weights; "": no norms
+    heads: int = 0  # 0: columns have no heads
+    norms: str = ""  # norms of t, B and C: a key of NORMS (ends of their names); "bare": without weights; "": none
 
     def states(self, hidden: int) -> dict[str, Shape]:
         of = self.heads or 1
@@ -204,8 +206,8 @@ class MambaConfig:
 
 @dataclass(frozen=True)
 class LinearAttentionConfig:
-    """Attention without softmax, whose states decay (MiniMax 01). attn_qkv has, for each head, the rows of q, k and v,
-    of all of which SiLU is taken. Each head has a matrix S; per row
+    """Attention without softmax, whose states decay (MiniMax 01). attn_qkv has, for each head, the rows of q, k and v;
+    SiLU is applied to all of them. Each head has a matrix S; for each row
 
         S *= exp(-slope); S += v k^T; y = S q         slope = factor * start**(head + 1), start = 2**(-8 / heads)
 

@@ -1,8 +1,9 @@
-"""What depends on a token's position, as tables: RoPE's angles, so that kernels need neither sin, cos nor a scaling
-method, and attention's temperature.
+"""Tables of values that depend on a token's position: RoPE's angles (so that kernels need neither sin nor cos nor a
+scaling method), and attention's temperature.
 
-In: a `RopeConfig` and the context's capacity. Out: float32 [positions, dim] with cos and sin of each pair side by side.
-Computed in float64; ggml multiplies up the angles in float32, so the two drift apart by about 1e-7 * position.
+In: a `RopeConfig` and the capacity of the context. Out: float32 [positions, dim], with cos and sin of each pair side by
+side. They are computed in float64. ggml computes angles by repeated multiplication in float32, so its angles differ by
+about 1e-7 * position.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from mlc_amd.schedules.operators import PackedAttention
 
 
 def position_table(config: ModelConfig, name: str, ctx: int, tensor: Callable[[str], np.ndarray]) -> np.ndarray:
-    """The table of that name (`graph.table_columns`), float32 [ctx, columns]. tensor: returns a tensor of the file."""
+    """The table of a name in `graph.table_columns`, float32 [ctx, columns]. tensor(name): returns a tensor of the
+    file."""
     rope = config.ropes.get(name.removesuffix(".table"))
     if rope is None:
         return _temperatures(config, ctx)
@@ -27,23 +29,23 @@ def position_table(config: ModelConfig, name: str, ctx: int, tensor: Callable[[s
 
 
 def _temperatures(config: ModelConfig, ctx: int) -> np.ndarray:
-    """float32 [ctx, 1]: the factor of attention's queries. Layers that have one have the same."""
+    """float32 [ctx, 1]: the factor on attention's queries, the same for all layers that have one."""
     t = next(a.temperature for a in attentions(config) if a.temperature)
     steps = np.floor((np.arange(ctx, dtype=np.float64) + t.offset) / t.length)
     return (1.0 + t.scale * np.log1p(steps)).astype(np.float32)[:, None]
 
 
 def alibi_slopes(heads: int, largest: float) -> np.ndarray:
-    """float32 [heads]: what ALiBi subtracts from a head's score for each token between a row and a key."""
+    """float32 [heads]: ALiBi's slopes; a head's score decreases by its slope for each token between a row and a key."""
     op = PackedAttention(heads=heads, kv_heads=heads, d=8, m=1, alibi=largest)
     exponents = [op.exponent(head, lambda holds, a, b: a if holds else b) for head in range(heads)]
     return np.exp2(np.array(exponents)).astype(np.float32)
 
 
 def with_options(config: ModelConfig, options: RopeOptions) -> ModelConfig:
-    """The configuration with other angles in all layers but those of windows that have angles of their own, as in
-    llama.cpp (src/llama-context.cpp). UserError for a model without such angles, and for one whose attention depends on
-    them in more than its table."""
+    """The configuration with the user's RoPE options, in all layers except layers with a window that have a RoPE of
+    their own, as in llama.cpp (src/llama-context.cpp). Raises UserError for a model without RoPE, and for one whose
+    attention depends on RoPE's scaling outside of the table."""
     if not options.rope_changes:
         return config
     if not config.ropes or config.encoder:
@@ -80,12 +82,12 @@ def _with(rope: RopeConfig, options: RopeOptions) -> RopeConfig:
 
 
 def rope_table(rope: RopeConfig, ctx: int, freq_factors: np.ndarray | None = None) -> np.ndarray:
-    """CS float32 [ctx, rope.dim]: CS[p, 2i] = cos, CS[p, 2i+1] = sin of pair i at position p, both times the attention
-    factor.
+    """float32 [ctx, rope.dim] CS: CS[p, 2i] is cos and CS[p, 2i+1] is sin of pair i at position p, both times the
+    attention factor.
 
-    freq_factors: rope_freqs.weight [dim/2] (None: ones) divides the angles. Scaling follows ggml's rope_yarn and
-    ggml_rope_yarn_corr_dims (ggml/src/ggml-cpu/ops.cpp, ggml/src/ggml.c) with llama.cpp's choice of their arguments
-    (src/llama-context.cpp). UserError when the factors do not fit."""
+    freq_factors: rope_freqs.weight [dim/2], by which angles are divided; None for ones. Sources of the scaling: ggml's
+    rope_yarn and ggml_rope_yarn_corr_dims (ggml/src/ggml-cpu/ops.cpp, ggml/src/ggml.c), with the arguments of llama.cpp
+    (src/llama-context.cpp). Raises UserError if freq_factors has another length."""
     pairs = np.arange(rope.dim // 2, dtype=np.float64)
     frequency = rope.base ** (-2.0 * pairs / rope.dim)  # radians per position
     if freq_factors is not None:
@@ -97,7 +99,7 @@ def rope_table(rope: RopeConfig, ctx: int, freq_factors: np.ndarray | None = Non
     magnitude = rope.attn_factor
     interpolated = frequency / rope.factor  # factor is 1 when there is no scaling
     if rope.scaling == "yarn" and rope.ext_factor != 0.0:
-        keep = _yarn_ramp(rope, pairs) * rope.ext_factor  # 1: the pair keeps its angle; 0: it is interpolated
+        keep = _yarn_ramp(rope, pairs) * rope.ext_factor  # 1: the pair keeps its angle; 0: its angle is interpolated
         frequency = interpolated * (1.0 - keep) + frequency * keep
         scale = np.log(max(rope.factor, 1.0))
         magnitude *= (1.0 + 0.1 * scale) / (1.0 + 0.1 * rope.log_multiplier * scale)
@@ -111,8 +113,8 @@ def rope_table(rope: RopeConfig, ctx: int, freq_factors: np.ndarray | None = Non
 
 
 def _yarn_ramp(rope: RopeConfig, pairs: np.ndarray) -> np.ndarray:
-    """1 for pairs that turn at least beta_fast times in the original context, 0 for at most beta_slow times, a ramp
-    between."""
+    """For each pair: 1 if it rotates at least beta_fast times in the original context, 0 if at most beta_slow times,
+    and values between in the range between."""
 
     def pair_turning(times: float) -> float:
         return rope.dim * np.log(rope.original_context / (times * 2.0 * np.pi)) / (2.0 * np.log(rope.base))

@@ -1,5 +1,4 @@
-"""Decoders whose layers all have the same attention, and a dense block, a mixture of experts, or some layers the one
-and some the other."""
+"""Decoders with the same attention in all layers. A layer has a dense block or a mixture of experts."""
 
 import math
 from dataclasses import replace
@@ -47,24 +46,24 @@ from mlc_amd.compiler.models.metadata import (
 )
 from mlc_amd.compiler.models.registry import architecture
 
-GLM_5_2_CONTEXT = 1 << 20  # tokens: of later models only some layers choose
+GLM_5_2_CONTEXT = 1 << 20  # tokens: in models with this context, only some layers have an indexer
 INDEX_ROPE = "index_rope"  # key of ModelConfig.ropes
 
-STEP = 4  # smollm3: of every four layers the last one has no RoPE
+STEP = 4  # smollm3: the last of every four layers has no RoPE
 
 
 @architecture("llama", "dense", "experts")
 def llama(keys: Keys) -> ModelConfig:
-    """Llama 2 and 3.x, Mistral, Mixtral, TinyLlama, SmolLM. Grouped queries, interleaved RoPE pairs, SwiGLU; biases
-    where the file has them; a mixture of experts in every layer where it counts experts."""
+    """Llama 2 and 3.x, Mistral, Mixtral, TinyLlama, SmolLM. Grouped queries, interleaved RoPE pairs, SwiGLU; biases if
+    the file has them; a mixture of experts in every layer if the file has a number of experts."""
     return read_uniform(keys, neox=False, block=partial(dense_or_experts, gating="softmax"))
 
 
 @architecture("qwen2")
 @architecture("qwen2vl", ignored=("output.bias",))
 def qwen2(keys: Keys) -> ModelConfig:
-    """Qwen 2 and 2.5, also the decoders that see. As llama, with biases on q, k and v and RoPE pairs half a head
-    apart."""
+    """Qwen 2 and 2.5, also the decoders of vision models. Like llama, with biases on q, k and v, and RoPE pairs half a
+    head apart."""
     return read_uniform(keys, neox=True)
 
 
@@ -129,7 +128,7 @@ def gemma(keys: Keys) -> ModelConfig:
 @architecture("glm4")
 def glm4(keys: Keys) -> ModelConfig:
     """GLM 4. Partial RoPE, RMS norms before and after each block, merged gate and up."""
-    # sections are those of images, which pair columns as NeoX does; the angles of text are the same in all of them
+    # files with sections (for images) pair columns as NeoX does; for text, angles are the same in all sections
     neox = any(keys.integers("rope.dimension_sections", SECTIONS, 0, minimum=0))
     return read_uniform(keys, neox, block=partial(read_feed_forward, merged=True), norms=NORMS_AROUND)
 
@@ -179,23 +178,24 @@ def starcoder2(keys: Keys) -> ModelConfig:
 @architecture("deepseek2")
 @architecture("mistral4")
 def deepseek2(keys: Keys) -> ModelConfig:
-    """DeepSeek V2, V2 Lite, V3 and R1, Kimi K2, GLM 4.7 Flash. Latent attention; after a few dense layers experts, in
-    some models of the best groups, beside a shared expert.
+    """DeepSeek V2, V2 Lite, V3 and R1, Kimi K2, GLM 4.7 Flash. Latent attention; a few dense layers, then layers with
+    experts and a shared expert. Some models choose experts from the best groups.
 
-    Files have attn_k_b and attn_v_b, or, converted before April 2025, both as attn_kv_b, of which attn_k_b is made.
+    Files have attn_k_b and attn_v_b; those converted before April 2025 have both merged as attn_kv_b.
     """
     predicting, block = predicting_layers(keys), dense_then(keys, deepseek_experts)
     layers = predicting.of(lambda own: LayerConfig(latent_attention(own, ROPE), block(own)))
     latent = layers[0].attention
     rotating = latent.head_dim - latent.latent.rank if latent and latent.latent else 0
-    # yarn's factor on cos and sin is in the scale of the scores
+    # yarn's factor on cos and sin is part of the scale of scores instead
     rope = read_rope(keys, rotating, neox=False, dim=rotating, log_multiplier=1.0)
     return read_model(keys, layers, {ROPE: rope}, unused=predicting.unused)
 
 
 def latent_attention(keys: Keys, rope: str, merged: bool = False, local: str = "", **variant) -> AttentionConfig:
-    """Of a layer. rope: as AttentionConfig has it. merged: in all files, not only in those that have such a tensor.
-    local: what the names of keys end with. `variant`: further fields of AttentionConfig."""
+    """The latent attention of a layer. rope: see AttentionConfig. merged: whether attn_kv_b is merged in all files, not
+    only in those with such a tensor. local: suffix of the names of metadata keys. variant: other fields of
+    AttentionConfig."""
     merged = merged or keys.owns("attn_kv_b.weight")
     suffix = "" if merged else "_mla" + local
     heads, rank = keys.integer("attention.head_count"), keys.integer(f"attention.kv_lora_rank{local}")
@@ -218,9 +218,9 @@ def latent_attention(keys: Keys, rope: str, merged: bool = False, local: str = "
 
 
 def deepseek_experts(keys: Keys) -> ExpertsConfig:
-    """Of a layer, beside a shared expert."""
+    """The experts of a layer, with a shared expert."""
     size = keys.integer("expert_feed_forward_length")
-    # GLM 4.7 Flash was first converted without the key that says so
+    # early files of GLM 4.7 Flash lack the key for the gating function
     unsaid = not keys.integer("expert_gating_func", 0, minimum=0)
     flash = keys.integer("block_count") in (47, 48) and vocabulary(keys) == 154880
     sigmoid = unsaid and (flash or keys.prefix == "glm-dsa")
@@ -239,13 +239,13 @@ def deepseek_experts(keys: Keys) -> ExpertsConfig:
 
 @architecture("deepseek32", "dense", "experts", "shared")
 def deepseek32(keys: Keys) -> ModelConfig:
-    """DeepSeek V3.2. As deepseek2, with an indexer that chooses the keys that a row sees."""
+    """DeepSeek V3.2. Like deepseek2, with an indexer that chooses the keys that a row attends to."""
     return _read_indexed(keys, [1] * read_layers(keys), neox=True)
 
 
 @architecture("glm-dsa", "dense", "experts", "shared")
 def glm_dsa(keys: Keys) -> ModelConfig:
-    """GLM 5. As deepseek32; some layers see the keys that an earlier one chose."""
+    """GLM 5. Like deepseek32; some layers attend to the keys that an earlier layer has chosen."""
     count, key = predicting_layers(keys, known=False).count, "attention.indexer.types"
     if keys.has(key):
         return _read_indexed(keys, keys.integers(key, count, minimum=0), neox=False)
@@ -254,7 +254,7 @@ def glm_dsa(keys: Keys) -> ModelConfig:
 
 
 def _read_indexed(keys: Keys, types: list[int], neox: bool) -> ModelConfig:
-    """types: whether each layer chooses. neox: of the indexer's RoPE."""
+    """types: for each layer whether it has an indexer of its own. neox: the pairs of the indexer's RoPE."""
     predicting, block = predicting_layers(keys, known=False), dense_then(keys, deepseek_experts)
     if not types[0]:
         raise keys.error("the first layer has no indexer, and no layer before it has one; convert the model again")
@@ -267,8 +267,8 @@ def _read_indexed(keys: Keys, types: list[int], neox: bool) -> ModelConfig:
 
 
 def read_indexer(keys: Keys, own: bool, **variant) -> IndexerConfig:
-    """Of a layer. own: whether it chooses. `variant`: further fields of IndexerConfig. UserError for keys without the
-    columns that rotate."""
+    """The indexer of a layer. own: whether the layer has its own choice. variant: other fields of IndexerConfig. Raises
+    UserError if keys have fewer columns than rotate."""
     heads, dim, used = (keys.integer(f"attention.indexer.{key}") for key in ("head_count", "key_length", "top_k"))
     check_multiple(keys, "columns of the indexer's keys", dim)
     if (rotating := keys.integer("rope.dimension_count")) > dim:
@@ -277,7 +277,7 @@ def read_indexer(keys: Keys, own: bool, **variant) -> IndexerConfig:
 
 
 def indexed_rotations(keys: Keys, neox: bool) -> dict[str, RopeConfig]:
-    """Of latent attention and of its indexer, whose RoPE has pairs as neox says."""
+    """The RoPE of latent attention and of its indexer. neox: the pairs of the indexer's RoPE."""
     rotating = keys.integer("rope.dimension_count")
     rope = read_rope(keys, rotating, neox=False, dim=rotating, log_multiplier=1.0, sections=())
     return {ROPE: rope, INDEX_ROPE: replace(rope, neox=neox)}
@@ -314,8 +314,8 @@ def paddleocr(keys: Keys) -> ModelConfig:
 
 @architecture("ernie4_5-moe", ignored=("attn_output.bias",))
 def ernie4_5_moe(keys: Keys) -> ModelConfig:
-    """ERNIE 4.5 with experts in some layers after the leading dense ones, chosen by probability and a bias, beside a
-    shared expert."""
+    """ERNIE 4.5 with experts and a shared expert in some layers after the leading dense ones. Experts are chosen by
+    probability plus a bias."""
     step = keys.integer("interleave_moe_layer_step", 1)
     block = dense_then(keys, lambda own: _ernie_experts(own) if last_of(own, step) else dense(own))
     return read_uniform(keys, neox=False, block=block)
@@ -329,8 +329,8 @@ def _ernie_experts(keys: Keys) -> ExpertsConfig:
 
 @architecture("glm4moe")
 def glm4moe(keys: Keys) -> ModelConfig:
-    """GLM 4.5. Partial RoPE, head norms in some models; after a few dense layers experts chosen by sigmoid and a bias,
-    beside a shared expert. A block for multi-token prediction stands at the end."""
+    """GLM 4.5. Partial RoPE, head norms in some models; a few dense layers, then layers with experts, chosen by sigmoid
+    and a bias, and a shared expert. The last layer is for multi-token prediction."""
 
     def experts(own: Keys) -> ExpertsConfig:
         size = own.integer("expert_feed_forward_length")

@@ -43,7 +43,7 @@ Unit = tuple[Expr, Expr | None]  # (block of a row that a lane takes, whether it
 
 
 class LaneGemm(LaneResults):
-    """Activations: (H,) in the layout "lanes". Values are float32x4, or runs."""
+    """See the module. Activations: H in the layout "lanes". `store` gets float32x4 values."""
 
     choices: ClassVar = {
         "tokens": (8, 16, 32, 64, 128), "rows": (16, 32, 48, 64, 80, 96, 112, 128, 256), "waves_m": (1, 2, 4),
@@ -52,7 +52,7 @@ class LaneGemm(LaneResults):
     }  # fmt: skip
     completes_norms = True
     cuts_tiles = True
-    step_columns = 0  # of each step of the loop, if a norm's factors can be added up in it
+    step_columns = 0  # columns of a step of the loop, if the sums for a norm's factors can be added in it
 
     def loads(self) -> float:
         blocks = self.weights * self.tiles_n * 2 * (2 if self.tile.ahead else 1)
@@ -61,7 +61,7 @@ class LaneGemm(LaneResults):
         return blocks * load.block_bytes(self.of.formats[0])
 
     def is_quick(self, workgroups: int) -> bool:
-        """Of gate and up, which have no registers to spare, only those of staged tiles."""
+        """See `Gemm`. For gate and up only with staged tiles, as other tiles have no registers left for early loads."""
         return workgroups <= RESIDENT * self.arch.units and (self.weights == 1 or bool(self.tile.staged))
 
     def zero(self, state: Buffer) -> Expr:
@@ -71,19 +71,20 @@ class LaneGemm(LaneResults):
         if not quick:
             return super().live_and_zero(state, token0, quick)
         zero = unknown_zero(state)
-        live = T.Bind(live_rows(state, self.m) + zero)  # the driver loads both at once
-        # of all tokens some are always live
+        live = T.Bind(live_rows(state, self.m) + zero)  # so that the driver loads both in one instruction
+        # with a single token tile, some of its tokens are always live
         return T.bool(True) if self.token_tiles == 1 else token0 < live, zero
 
     def factors(self, norm: CompletedNorm | None, token0: Expr, first: Expr, quick: bool) -> RowFactors | None:
-        """quick: what they are made of is loaded along with the columns or before them, not after the products."""
+        """See `Gemm`. quick: whether their inputs are loaded with the columns or before them, instead of after the
+        products."""
         factors = super().factors(norm, token0, first, quick)
         if factors and quick and not (self.step_columns and factors.begin(self.step_columns)):
             factors.loaded = factors.load()
         return factors
 
     def emit(self, work: TileWork) -> None:
-        """The factors are computed after the products, a barrier before `store`."""
+        """See `Gemm`. The factors of a norm are computed after the products; a barrier follows before `store`."""
         work = work.viewed()
         for fragments in (self.a, self.b, self.sums):
             fragments.clear()
@@ -106,7 +107,7 @@ class LaneGemm(LaneResults):
             return unit, self._fetch(work, rows, unit[0])
 
         steps = T.Bind((self.groups - self.wave_k + (self.tile.waves_k - 1)) // self.tile.waves_k)
-        if not ahead or work.has_floats:  # registers hold scalars only, as which float weights are not loaded
+        if not ahead or work.has_floats:  # kept registers must be scalars, but float weights are loaded as vectors
             with T.serial(steps) as step:
                 unit, fetched = fetch(step)
                 self._multiply(work, fetched, tokens, unit)
@@ -123,8 +124,10 @@ class LaneGemm(LaneResults):
     def _sum_up_ahead(
         self, work: TileWork, tokens: list[Expr], steps: Expr, fetch: Callable[[Expr], tuple[Unit, list]], block: Expr
     ) -> None:
-        """The loop over the columns of `ahead` 2. fetch(step): its unit, its weights. A body has two steps if it can:
-        what one loads for the next one then stays in the same registers; to be copied, it would have to be there."""
+        """The loop over columns for `ahead` = 2. fetch(step): (unit, weights) of a step. The loop's body has two steps
+        if
+        possible: then registers that one step loads for the next one need not be copied, which would wait for the
+        load."""
         (X,) = work.acts
         (start, _), first = fetch(T.int32(0))
         weights, runs = Held(first), Held(self._load_run(X, tokens, start, 0))
@@ -148,46 +151,46 @@ class LaneGemm(LaneResults):
             runs.keep(words)
 
     def _load_run(self, X: Buffer, tokens: list[Expr], unit: Expr, j: int) -> list[list[Expr]]:
-        """The loads of run j of the activations of a group of columns, as words."""
+        """Loads run j of the activations of a group of columns, as words, for each token tile."""
         found = [T.Bind(T.reinterpret("uint32x4", x)) for x in self._run_of(X, tokens, unit, j)]
         return [[T.Bind(lane_of(x, word)) for word in range(UNIT_WORDS)] for x in found]
 
     def _run_of(self, X: Buffer, tokens: list[Expr], unit: Expr, j: Expr) -> list[Expr]:
-        """Run j of the activations of a group of columns, of each of the token tiles."""
+        """Run j of the activations of a group of columns, for each token tile."""
         group = T.Bind(unit // GROUP)
         return [T.Bind(X[tile, group, at(j * RUN_UNIT + self.lane * RUN, RUN)]) for tile in tokens]
 
     @staticmethod
     def _counted(x: list[Expr], live: Expr | None) -> list[Expr]:
-        """Activations that are 0 where a lane has no block."""
+        """The activations; 0 if the lane has no block."""
         if live is None:
             return x
         zero = T.broadcast(T.float16(0), RUN)
         return [T.Bind(T.Select(T.broadcast(live, RUN), of, zero)) for of in x]
 
     def _rows(self, work: TileWork, row: Expr) -> list[list[Expr]]:
-        """Of each weight the rows that a lane reads: two of each matrix. row: its first one in a matrix."""
+        """For each weight, the rows that a lane reads: two of each matrix. row: the lane's first row in a matrix."""
         first, halves = self.wave_n * (self.tiles_n * ROWS), range(0, self.tiles_n * ROWS, ROWS // 2)
         first, height = work.row0 + first, self.tile.rows
         return [[work.weight_row(first + (half + row), w, height) for half in halves] for w in work.weights]
 
     @staticmethod
     def _fetch(work: TileWork, rows: list[list[Expr]], unit: Expr) -> list[list]:
-        """The loads of a block of these rows."""
+        """Loads a block of each of these rows."""
         weights = zip(work.weights, rows, strict=True)
         return [[coop_load.fetch(w.fmt, w.planes, row, unit, 1) for row in own] for w, own in weights]
 
     def _unit(self, step: Expr, block: Expr) -> Unit:
-        """What a lane takes in that step. A lane without a block reads the last one."""
+        """The unit of a lane in a step. A lane without a block reads the last one."""
         unit = (step * self.tile.waves_k + self.wave_k) * GROUP + block
         whole, last = self.k % (GROUP * BLOCK) == 0, self.k // BLOCK - 1
         if whole and self.groups % self.tile.waves_k == 0:
             return T.Bind(unit), None
-        # a subgroup without any group loads one ahead, too
+        # limited, because a subgroup without any group of columns also loads one ahead
         return T.Bind(T.min(unit, T.int32(last))), None if whole else T.Bind(unit <= last)
 
     def _existing(self, tile: Expr) -> Expr:
-        """The eight tokens; after the last ones of the activations, those."""
+        """The number of the eight tokens of a tile; the last ones if these do not exist."""
         last = -(-self.m // TOKENS) - 1
         return T.min(tile, T.int32(last)) if self.m % self.tile.tokens else tile
 
@@ -195,15 +198,15 @@ class LaneGemm(LaneResults):
         """Adds the products of a group of columns to the sums."""
         (X,), decoders = work.acts, self._decoders(work, fetched)
         with ExitStack() as loop:
-            # a loop of the kernel has a fourth of the code; of float formats runs are loaded vectors
+            # a loop makes a quarter of the code; not for float formats, whose runs are loaded vectors
             for j in range(RUNS) if work.has_floats else [loop.enter_context(T.serial(RUNS))]:
                 x = self._run_of(X, tokens, unit[0], j)
                 runs = [[run(j) for run in each] for each in decoders]
                 self._add_products(runs, self._counted(x, unit[1]))
 
     def _add_products(self, runs: Sequence[Sequence[Expr]], x: Iterable[Expr]) -> None:
-        """Those of a run. runs: of the rows of each weight; x: of the tokens of each matrix."""
-        for half in range(2):  # of a run: two pairs of columns
+        """Adds the products of a run to the sums. runs: of the rows of each weight. x: of the tokens of each matrix."""
+        for half in range(2):  # each half of a run has two pairs of columns
             pairs = [4 * half, 4 * half + 2]
             for w in range(self.weights):
                 for i in range(self.tiles_n):
@@ -219,6 +222,6 @@ class LaneGemm(LaneResults):
                     self.sums.add_product(i * self.tiles_m + t, self.a, i, self.b, t)
 
     def _decoders(self, work: TileWork, fetched: list[list]) -> list[list[Decoder]]:
-        """Of each fetched block of each weight."""
+        """The decoder of each loaded block of each weight."""
         decoder = functools.partial(coop_load.decoder, self.arch, exponents=self.exponents)
         return [[decoder(w.fmt, raw) for raw in each] for w, each in zip(work.weights, fetched, strict=True)]

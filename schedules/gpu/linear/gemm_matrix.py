@@ -35,13 +35,13 @@ from mlc_amd.schedules.gpu.linear.gemm_tile import Gemm, Product, Tile, TileWork
 from mlc_amd.schedules.tir import Expr
 
 Run = Callable[[Expr], Expr]  # of a block of weights: number of a run -> float16x8
-Piece = tuple[int, int, int]  # of a group of columns: block, first run, runs
+Piece = tuple[int, int, int]  # a part of a group of columns: (block, first run, number of runs)
 
-SUMS = 192  # of a lane, at most
-QUAD, UNIT_BYTES = 4, 16  # float32 of a unit of LDS, its bytes
+SUMS = 192  # upper limit of the sums of a lane
+QUAD, UNIT_BYTES = 4, 16  # float32 values of a unit of LDS, its bytes
 NONE = 0  # for `schedule_fence`: nothing may cross
-BATCH = 4  # token tiles whose activations are loaded at once
-LDS = 64 << 10  # bytes of a workgroup, at most: LLVM ends the process above that
+BATCH = 4  # token tiles whose activations are loaded at the same time
+LDS = 64 << 10  # upper limit of the bytes of LDS of a workgroup; LLVM ends the process for more
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class MatrixTile(Tile):
     waves_m: int  # waves along tokens; waves_n, waves_k: along rows and columns
     waves_n: int
     waves_k: int
-    int8: int = 0  # 1 for products of int8 (`gemm_matrix_int8.py`)
+    int8: int = 0  # 1: int8 products (`gemm_matrix_int8.py`)
 
 
 class MatrixGemm(Gemm[MatrixTile]):
-    """Activations: H in the layout "lanes". Values are vectors of `unit.acc` rows. crosses: whether a lane's sums are
-    of several tokens, so that lanes must exchange them."""
+    """See the module. Activations: H in the layout "lanes". `store` gets vectors of `unit.acc` rows. crosses: whether
+    the sums of a lane are of several tokens, so that lanes must exchange them."""
 
     row_stride = SIDE
     cuts_tiles = True
@@ -76,7 +76,7 @@ class MatrixGemm(Gemm[MatrixTile]):
         self.count = self.tiles_m * self.weights * self.tiles_n  # matrices of sums of a wave
         if tile.tokens % (tile.waves_m * SIDE) or tile.rows % (tile.waves_n * SIDE) or of.k % BLOCK:
             raise ValueError(f"{tile} does not divide into {SIDE} x {SIDE} matrices of {of.k} columns")
-        # units of LDS for what a wave exchanges, and for the sums of the waves along the columns, one after the other
+        # The LDS is first used for the exchange between the halves of a wave, then for the sums of waves along columns.
         exchanged = self.weights * self.tiles_n * self.group * RUNS * SIDE if self.unit.whole and not tile.int8 else 0
         self.at_once = min(tile.waves_k, self.tiles_m * self.tiles_n)
         handed = self.at_once * self.weights * lanes * self.unit.acc // QUAD if tile.waves_k > 1 or self.crosses else 0
@@ -110,12 +110,13 @@ class MatrixGemm(Gemm[MatrixTile]):
             self.factor_units = Units(self.lds, lambda wave, i: T.Bind(wave * self.own + (self.handed + i)))
 
     def emit(self, work: TileWork) -> None:
-        # LLVM would compute what the tiles of several segments have in common before them, and keep it in their loops
+        # LLVM would otherwise compute common values of several segments' tiles before all loops, and keep them in
+        # registers
         self.lane = T.Bind(computed_here(self.arch, T.Bind(self.thread % self.arch.wave)))
         self.matrices.clear()
         self._sum_up(work)
         if work.factors is not None:
-            wave_meets(self.arch)  # the factors are where lanes exchanged weights
+            wave_meets(self.arch)  # the factors use the LDS through which lanes have exchanged weights
             work.factors.compute()
             barrier()
         self._finish(work)
@@ -148,8 +149,8 @@ class MatrixGemm(Gemm[MatrixTile]):
     def _each_step(
         self, fetch: Callable[[Expr], list], multiply: Callable[[Expr, list], None], ahead: bool = True
     ) -> None:
-        """multiply(group, fetch(group)) of the wave's groups of columns. ahead: what the next one takes is fetched
-        before; registers hold scalars only, as which float weights are not loaded."""
+        """Calls multiply(group, fetch(group)) for the wave's groups of columns. ahead: whether the next group is
+        fetched before this one is multiplied; not for float weights, because kept registers must be scalars."""
         waves, last = self.tile.waves_k, T.int32(self.groups - 1)
         steps = self.groups if waves == 1 else T.Bind((self.groups - self.wave_k + (waves - 1)) // waves)
         if not ahead:
@@ -165,7 +166,7 @@ class MatrixGemm(Gemm[MatrixTile]):
             held.keep(following)
 
     def _tokens(self, work: TileWork, part: Expr) -> list[Expr]:
-        """Of each token tile where a lane's activations lie in a group of columns, in halves."""
+        """For each token tile, the offset of a lane's activations within a group of columns, in float16 elements."""
         lane = self.lane % SIDE
         first = T.Bind((work.token0 + self.wave_m) // TOKENS + lane // TOKENS)
         own = lane % TOKENS * self.group + (0 if self.unit.whole else part)
@@ -177,7 +178,7 @@ class MatrixGemm(Gemm[MatrixTile]):
 
     def _multiply(self, work: TileWork, runs: list[Run], tokens: list[Expr], step: Expr) -> None:
         """Adds the products of a group of columns to the sums. The activations of the next few instructions are loaded
-        while those of these are multiplied; LLVM would load so many early that registers spill."""
+        during the current ones; fences prevent LLVM from loading more, for which registers would spill."""
         load = self._loader(work, tokens, step)
         first, *others = self._batches()
         x = load(*first)
@@ -194,8 +195,8 @@ class MatrixGemm(Gemm[MatrixTile]):
                         self.matrices.add_product(t * len(a) + i, weight[part], b)
 
     def _batches(self) -> list[tuple[Piece, range]]:
-        """(what an instruction, or two of four halves, multiplies, the token tiles whose activations are loaded at
-        once)."""
+        """[(piece that an instruction multiplies, or two instructions of four elements; token tiles whose activations
+        are loaded at the same time)]."""
         count = self.unit.units
         blocks = range(self.group) if self.unit.whole else range(1)
         return [
@@ -204,13 +205,13 @@ class MatrixGemm(Gemm[MatrixTile]):
         ]  # fmt: skip
 
     def _weights(self, run: Run, i: int, block: int, j: int, count: int) -> Sequence:
-        """Operands of row tile i."""
+        """The operands of row tile i for a piece."""
         places = range(j, j + count)
         own = [self._exchanged(i, block, e) if self.unit.whole else run(e) for e in places]
         return self.matrices.operands("a", i, own)
 
     def _loader(self, work: TileWork, tokens: list[Expr], step: Expr) -> Callable[[Piece, range], list[list[Expr]]]:
-        """load(piece, token tiles): the runs of each of these."""
+        """Returns load(piece, token tiles), which loads the activations of a piece for each of these tiles."""
         group, run = self.group, self.matrices.activations(work.acts[0], step)
 
         def load(piece: Piece, tiles: range) -> list[list[Expr]]:
@@ -228,8 +229,8 @@ class MatrixGemm(Gemm[MatrixTile]):
         return load
 
     def _exchange(self, runs: list[Run], floats: bool) -> None:
-        """Each half of the wave hands its runs to the other half. Of floats LLVM would convert all rows at once, which
-        spills registers."""
+        """Stores runs to LDS, for the other half of the wave. floats: whether weights are floats, for which LLVM would
+        convert all rows at the same time and spill registers."""
         wave_meets(self.arch)
         for i, run in enumerate(runs):
             if floats:
@@ -242,24 +243,23 @@ class MatrixGemm(Gemm[MatrixTile]):
         return T.Bind(T.reinterpret("float16x8", self.lds[self._run_place(i, block, j)]))
 
     def _run_place(self, i: int, block: Expr, j: int) -> Expr:
-        """Of a run of row tile i: lanes side by side."""
+        """The place in LDS of a run of row tile i; neighbouring lanes have neighbouring places."""
         run = (i * self.group + block) * RUNS + j
         return T.Bind(self.wave * self.own + (run * SIDE + self.lane % SIDE))
 
     # ---- results
 
     def _finish(self, work: TileWork) -> None:
-        """Stores the sums. Those of waves along the columns meet in LDS, of as many places at a time as there are such
-        waves, of which each adds up one."""
+        """Stores the results. Sums of waves with different columns are added through LDS: at a time as many places as
+        there are such waves, each of which adds up one place."""
         waves_k, weights, tiles_n = self.tile.waves_k, range(self.weights), self.tiles_n
-        # LLVM would compute the results' places, and load what is added to results, before the loop over columns
+        # LLVM would otherwise compute places, and load residuals and biases, before the loop over columns
         lane = computed_here(self.arch, self.lane)
         token, row = T.Bind(work.token0 + self.wave_m + lane % SIDE), T.Bind(work.row0 + self.wave_n)
         own_row = T.Bind(lane // SIDE * self.unit.acc)
 
         def store(number: Expr, values: list[Expr]) -> None:
-            """Of place number `number` of the wave; tiles of 16 rows beyond the weight's, and tokens beyond the m, are
-            left out."""
+            """Stores the values of a place of the wave, except for rows beyond the weight's and tokens beyond m."""
             first, target = T.Bind(row + number % tiles_n * SIDE), T.Bind(token + number // tiles_n * SIDE)
             with when(work.if_row(first, self.tile.rows)), when(work.if_token(target, self.of.m, self.tile.tokens)):
                 work.store(target, T.Bind(first + own_row), values)
@@ -280,11 +280,11 @@ class MatrixGemm(Gemm[MatrixTile]):
                 store(T.Bind(first + self.wave_k), [self._added(w) for w in weights])
 
     def _own(self, place: int, numbers: list[int]) -> list[Expr]:
-        """The results of a place, matrices of these numbers, where no other wave has a part of them."""
+        """The results of a place (the matrices of sums with these numbers), if no other wave has a part of them."""
         return [self.matrices.result(number) for number in numbers]
 
     def _number(self, place: int, weight: int) -> int:
-        """Of the matrix of sums of a place."""
+        """The number of the matrix of sums of a place and weight."""
         t, j = divmod(place, self.tiles_n)
         return (t * self.weights + weight) * self.tiles_n + j
 
@@ -295,7 +295,7 @@ class MatrixGemm(Gemm[MatrixTile]):
             put(self.lds, four, self._quad(self.wave, place, weight, quad))
 
     def _added(self, weight: int) -> Expr:
-        """The sums of all waves along the columns of this wave's place."""
+        """The results of this wave's place: the sums of all waves with different columns, added."""
         waves, quads = self.tile.waves_m * self.tile.waves_n, []
         for quad in range(self.unit.acc // QUAD):
             found = []
@@ -307,26 +307,27 @@ class MatrixGemm(Gemm[MatrixTile]):
         return quads[0] if len(quads) == 1 else vector([x for quad in quads for x in elements(quad)])
 
     def _quad(self, wave: Expr, place: Expr, weight: int, quad: int) -> Expr:
-        """Four sums of a wave in LDS: lanes side by side."""
+        """The place of four sums of a wave in LDS; neighbouring lanes have neighbouring places."""
         number = (place * self.weights + weight) * (self.unit.acc // QUAD) + quad
         return T.Bind(wave * self.own + (number * self.arch.wave + self.lane))
 
 
 # ---- the rule
 
-MOST = 128  # sums of a lane of a default tile
-# Registers of a lane, about: for what is loaded ahead and decoded of a row tile; for that and sums, by lanes of a wave
+MOST = 128  # upper limit of the sums of a lane in a default tile
+# Registers of a lane, estimated. HELD: for the loaded and decoded weights of a row tile. ROOM: for these and sums, by
+# lanes of a wave.
 HELD, ROOM = 32, {32: 192, 64: 384}
-# Clocks of a compute unit, about, for what an instruction takes: to decode the weights; to load the activations, while
-# the cache returns 64 bytes a clock and in instructions
+# Clocks of a compute unit for the operands of an instruction, estimated. DECODED: to decode weights. LOADED: to load
+# activations, at 64 bytes per clock from the cache. ISSUED: to issue these loads.
 DECODED, LOADED, ISSUED = 9, 8, 2
-THREADS = 256  # of a workgroup
-LEAST_GROUPS = 3  # of columns of each wave, where several share them out
+THREADS = 256  # threads of a workgroup
+LEAST_GROUPS = 3  # least number of groups of columns of each wave, if several waves share the columns
 
 
 def choose(of: Product) -> MatrixTile:
-    """The default tile: that with which the busiest compute unit has least to do, as estimated; of equal ones that
-    with fewest waves along the columns. ValueError unless columns are a multiple of 32."""
+    """The default tile: the one with the least estimated work of the busiest compute unit; among equal ones, that with
+    the fewest waves along columns. Raises ValueError unless k is a multiple of 32."""
     waves, found = THREADS // of.arch.wave, []
     for tokens in [size for size in (16, 32, 64, 128) if of.tokens % size == 0] or [SIDE]:
         for tiles_n in (1, 2, 4):
@@ -347,10 +348,10 @@ def choose(of: Product) -> MatrixTile:
 
 
 def _load(of: Product, gemm: MatrixGemm) -> float:
-    """Clocks of 16 columns on the busiest compute unit, but for a factor that all tiles have in common."""
+    """The estimated clocks of 16 columns on the busiest compute unit, except for a factor that all tiles share."""
     product = 2 * SIDE**3 / RATES[of.arch.family]["matrix16"]
     work = gemm.count * product + of.weights * gemm.tiles_n * DECODED + gemm.tiles_m * ISSUED
     work = max(work, gemm.tiles_m * LOADED)
     rounds = gemm_tile.workgroups(gemm.tile, of) / of.arch.units
-    # workgroups do not start in step: the last ones of many matter less
+    # the last round counts less if there are many, because workgroups do not end at the same time
     return (rounds if of.expert_slots else (rounds + math.ceil(rounds)) / 2) * work / gemm.tile.waves_k

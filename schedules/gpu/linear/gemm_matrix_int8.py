@@ -49,16 +49,16 @@ from mlc_amd.schedules.gpu.linear.gemm_matrix import NONE, MatrixGemm, MatrixTil
 from mlc_amd.schedules.gpu.linear.gemm_tile import Product, TileWork
 from mlc_amd.schedules.tir import Buffer, Expr
 
-GROUP = 128  # columns of a scale of the activations
+GROUP = 128  # columns of activations that share a scale
 BLOCKS, LANES = GROUP // BLOCK, GROUP // RUN
-SUMS = 16  # elements of Q of a token and a group: the columns of a float16 instruction
-SUMMED = GROUP // SUMS  # columns of each
+SUMS = 16  # elements of Q for a token and a group: the columns of a float16 instruction
+SUMMED = GROUP // SUMS  # columns that an element of Q sums up
 QUAD = 4  # words of a load
-BASE, BASE_BITS = 12582912.0, 0x4B400000  # 3 * 2**22: float32 around it are 1 apart, for 2**22 either way
-AHEAD = 2  # loads of activations at once, while those before are multiplied: with more LLVM spills registers
-Halves = tuple[list[Expr], list[Expr]]  # int32 words of a lane of both halves of a block
-# Registers of a lane, by lanes of a wave, for sums, bytes of weights and, where there is room, what the next group's
-# are made of: with more LLVM spills
+BASE, BASE_BITS = 12582912.0, 0x4B400000  # 3 * 2**22: neighbouring float32 differ by 1, up to 2**22 away from it
+AHEAD = 2  # loads of activations during the products of earlier ones; with more, LLVM spills registers
+Halves = tuple[list[Expr], list[Expr]]  # a lane's int32 words of the two halves of a block
+# {lanes of a wave: registers of a lane} for sums, bytes of weights and, if possible, the loads of the next group; with
+# more, LLVM spills registers.
 ROOM = {32: 150, 64: 300}
 
 
@@ -98,15 +98,15 @@ UNITS = {("wmma12", 16): Int8Unit(2, 2, 8), ("mfma", 32): Int8Unit(4, 4, 4, per_
 
 
 def unit_of(arch: Device) -> Int8Unit | None:
-    """The int8 matrix unit of an arch; None for one without, or that kernels do not use."""
+    """The int8 matrix unit of an arch; None if it has none, or if int8 is not faster than float16."""
     return UNITS.get((arch.matrix, arch.code.int8_columns)) if isinstance(arch, GpuArch) else None
 
 
 def products(
     unit: Int8Unit, acts: Sequence[Sequence[Expr]], weights: Sequence[Sequence[Expr]], groups: int, start: int
 ) -> list[Expr]:
-    """`start` plus the products of a block of tokens and weights, int32 vectors of `unit.acc` sums: one, or one for
-    each half of its columns (groups: 2). acts, weights: for each half a lane's words, int32."""
+    """The products of a block of tokens and weights, plus `start`: int32 vectors of `unit.acc` sums, one for the block,
+    or one for each half of its columns (groups: 2). acts, weights: a lane's int32 words of each half."""
     zero = T.broadcast(T.int32(start), unit.acc)
     if not unit.per_half:
         first, last, nothing = *weights, [T.int32(0)] * len(weights[0])
@@ -119,8 +119,8 @@ def products(
 
 
 def int8_activations(of: Product, state: Buffer, H: Buffer) -> list[Buffer]:
-    """Emits the launch that makes A, S and Q of H, in the layout "lanes", and returns them. LANES
-    lanes have a group of a token, a workgroup that of eight tokens. Of slots of experts all are converted."""
+    """Emits the launch that converts H, in the layout "lanes", to A, S and Q. Returns these. LANES lanes convert a
+    group of a token; a workgroup converts a group of eight tokens. With experts, all slots are converted."""
     arch, m = of.arch, of.m
     unit, groups, tiles = unit_of(arch), of.k // GROUP, -(-m // SIDE)
     assert unit
@@ -157,17 +157,18 @@ def int8_activations(of: Product, state: Buffer, H: Buffer) -> list[Buffer]:
 
 
 class _Group(NamedTuple):
-    """What a lane has of a group of its row of a weight."""
+    """A lane's decoded weights of a group of its row."""
 
-    words: list[Halves]  # of each block
-    factors: list[Expr]  # float32, of each group of columns with its own
-    start: Expr  # what a sum of all starts with
-    low: Expr | None  # factor of the product of the minimums, or None for 1
-    minimums: Expr | None  # float16 of the lane's elements of Q
+    words: list[Halves]  # words of each block
+    factors: list[Expr]  # float32 scale of each group of columns
+    start: Expr  # the initial value of a total
+    low: Expr | None  # factor on the product of minimums, None for 1
+    minimums: Expr | None  # float16 minimums for the lane's elements of Q, or None
 
 
 def shift_of(fmt: Format) -> int:
-    """By so many bits codes are moved up, so that they fill a signed byte: the sums' rounding counts for less."""
+    """The number of bits by which codes are shifted up to fill a signed byte, so that the rounding of totals matters
+    less."""
     low, high = -fmt.zero, (1 << fmt.code_bits) - 1 - fmt.zero
     if fmt.signed:
         return 0
@@ -177,7 +178,7 @@ def shift_of(fmt: Format) -> int:
 
 
 class _Row:
-    """A group of a lane's row: a unit of `load.py` of that many blocks. part: of the lane."""
+    """Loads and decodes groups of a lane's row; a group is a unit of `load.py`. part: the lane's part of a block."""
 
     def __init__(self, fmt: Format, planes: Planes, row: Expr, part: load.Part):
         self.shift = shift_of(fmt)
@@ -201,7 +202,7 @@ class _Row:
         return _Group(halves, factors, start, low, self._minimums(loaded) if fmt.minimum else None)
 
     def _signed(self, word: Expr) -> Expr:
-        """Words of codes as signed bytes: the weights in units of 1 / 2**shift."""
+        """Words of codes as signed bytes: weights times 2**shift."""
         fmt, zero = self.fmt, self.fmt.zero << self.shift
         if fmt.table or fmt.signed:
             return word
@@ -226,13 +227,13 @@ class _Row:
 
 
 def suits(of: Product) -> bool:
-    """Whether the kernel's products may be of int8, and there are instructions for them."""
+    """Whether a kernel may use int8 products, and the arch has instructions for them."""
     gate_up, codes = of.weights == 2, all(fmt.kind == "int8" for fmt in of.formats)
     return gate_up and codes and of.k % GROUP == 0 and unit_of(of.arch) is not None
 
 
 class Int8Gemm(MatrixGemm):
-    """Weights of int8 formats only, columns in whole groups, on AMD's own API."""
+    """See the module. Only for int8 formats, whole groups of columns, and rocm."""
 
     crosses, cuts_tiles = True, False
 
@@ -249,7 +250,7 @@ class Int8Gemm(MatrixGemm):
         return super().loads()
 
     def _registers(self, ahead: bool = False) -> float:
-        """Of a lane. ahead: with the codes of the next group."""
+        """The registers of a lane. ahead: with the codes of the next group."""
         codes = BLOCKS * max(map(load.block_bytes, self.of.formats)) if ahead else 0
         return self.count * self.unit.acc + self.weights * self.tiles_n * (GROUP + codes) / 4 / self.int8.parts
 
@@ -272,11 +273,11 @@ class Int8Gemm(MatrixGemm):
         )
 
     def _add(self, work: TileWork, tile0: Expr, place: Expr, group: Expr, rows: list[_Row], loaded: list) -> None:
-        """The products of a group of columns."""
+        """Adds the products of a group of columns to the sums."""
         A, S, Q = work.acts
         parts = self.int8.parts
         of = [row.decoded(self.arch, raw) for row, raw in zip(rows, loaded, strict=True)]
-        ahead = AHEAD * BLOCKS // (GROUP // (4 * QUAD) // parts)  # blocks, of all of a group's loads of 16 bytes
+        ahead = AHEAD * BLOCKS // (GROUP // (4 * QUAD) // parts)  # AHEAD loads of 16 bytes, in blocks
         pieces = [(t, b) for t in range(self.tiles_m) for b in range(0, BLOCKS, ahead)]
 
         def fetch(t: int, b: int) -> list[Expr]:
@@ -311,7 +312,7 @@ class Int8Gemm(MatrixGemm):
                     self._finish_group(t * len(rows) + i, x, totals[i], scales, sums)
 
     def _block(self, row: _Row, of: _Group, block: int, acts: Sequence, total: Expr) -> Expr:
-        """The total of a group so far plus the products of a block."""
+        """The total of a group plus the products of a block."""
         count, acc = load.groups(row.fmt), self.int8.acc
         found = products(self.int8, acts, of.words[block], count, BASE_BITS)
         for factor, dots in zip(of.factors[block * count :][:count], found, strict=True):
@@ -319,7 +320,7 @@ class Int8Gemm(MatrixGemm):
         return total
 
     def _finish_group(self, number: int, of: _Group, total: Expr, scales: Expr, q: Expr | None) -> None:
-        """Adds a group's total to the sums, matrix `number` of them."""
+        """Adds a group's total to matrix `number` of the sums."""
         acc = self.int8.acc
         if of.minimums is not None and of.low is None:
             total = T.Bind(self.unit.multiply(q, of.minimums, total))
@@ -337,7 +338,8 @@ class Int8Gemm(MatrixGemm):
         return [self._added(w) for w in range(self.weights)]
 
     def _hand_over(self, place: int, weight: int, number: int) -> None:
-        """A lane has sums of one row; that which takes them has `acc` rows of one token."""
+        """See MatrixGemm. Here a lane has the sums of one row; the lane that reads them gets `acc` rows of one
+        token."""
         acc, row = self.unit.acc, T.Bind(self.lane % SIDE)
         for i, x in enumerate(elements(self.matrices.result(number))):
             token = self.lane // SIDE * (SIDE // self.int8.groups) + i

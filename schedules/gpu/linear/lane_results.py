@@ -17,23 +17,23 @@ from mlc_amd.schedules.gpu.base.step import all_of, when
 from mlc_amd.schedules.gpu.linear.gemm_tile import Gemm, Product, Tile, TileWork
 from mlc_amd.schedules.tir import Expr
 
-ROWS = 16  # of a matrix
-SHAPE = ROWS, TOKENS, 16  # of the matrices: rows x tokens x columns
+ROWS = 16  # rows of a matrix
+SHAPE = ROWS, TOKENS, 16  # shape of the matrices: rows x tokens x columns
 WAVE = 32
-GROUP = 4  # blocks of columns of a unit of activations: lanes of a matrix's row
+GROUP = 4  # blocks of columns of a unit of activations: the number of lanes that share a matrix' row
 UNIT = unit_size(GROUP)
-QUAD = 4  # float32 of a unit of 16 bytes: rows of a token that a lane finishes at once
+QUAD = 4  # float32 values of a unit of 16 bytes: rows of a token that a lane stores at a time
 PAD = 1  # units added to a token's rows in shared memory
 UNIT_BYTES = 16
-SUMS = 128  # of a lane, at most
-# Bytes of shared memory of a thread for the sums of several row tiles at once, at most: with more, NVIDIA's compiler
-# takes more registers, and half as many threads are resident.
+SUMS = 128  # upper limit of the sums of a lane
+# Upper limit of the bytes of shared memory per thread for the sums of several row tiles. With more, NVIDIA's compiler
+# uses more registers, so that half as many threads are resident.
 SHARED = 80
 
-EARLY = 1, 2  # results of a thread whose loads may come before all sums
-Pass = tuple[int, int]  # first row tile, first token tile of the sums that are in shared memory at once
-Place = tuple[Expr, Expr, Expr]  # of four rows of sums in shared memory: subgroup, token, number within that
-Owned = tuple[Place, Expr, Expr]  # four rows: their place, token, first row
+EARLY = 1, 2  # numbers of results of a thread with which inputs of `store` are loaded before the sums are complete
+Pass = tuple[int, int]  # (first row tile, first token tile) of the sums that are in shared memory at the same time
+Place = tuple[Expr, Expr, Expr]  # four rows of sums in shared memory: (subgroup, token, quad of the token)
+Owned = tuple[Place, Expr, Expr]  # four rows of results: (place, token, first row)
 
 
 @dataclass(frozen=True)
@@ -41,38 +41,38 @@ class LaneTile(Tile):
     waves_m: int  # subgroups along tokens; waves_n, waves_k: along rows and columns
     waves_n: int
     waves_k: int
-    # 1: the weights of a subgroup's next group are loaded while those of one are multiplied, except float ones; 2: so
-    # are the activations of each next run
+    # 1: the weights of the next group of columns are loaded during the products of this group, except for float
+    # weights. 2: and the activations of the next run are loaded during the products of this run.
     ahead: int = 0
-    # 1: what codes are or'ed with is in registers, as numbers that the compiler does not know. Of two constants
-    # NVIDIA's makes two instructions for two weights instead of one.
+    # 1: the exponents that are or'ed to codes are in registers whose values the compiler does not know. With constants,
+    # NVIDIA's compiler makes two instructions for two weights instead of one.
     hidden: int = 0
     staged: int = 0  # 1: activations go through shared memory (`lane_tiles.py`)
 
 
 class LaneResults(Gemm[LaneTile]):
-    """The part of `LaneGemm` that says what each subgroup has, and makes results of its sums."""
+    """The part of `LaneGemm` that divides the tile between subgroups, and turns sums into results."""
 
-    scope = "shared"  # of its shared memory
+    scope = "shared"  # scope of its shared memory
 
     def __init__(self, of: Product, tile: LaneTile):
         super().__init__(of, tile)
         self.m, self.waves = of.m, tile.waves_m * tile.waves_n * tile.waves_k
-        self.groups = -(-of.k // (GROUP * BLOCK))  # of GROUP blocks of a row
+        self.groups = -(-of.k // (GROUP * BLOCK))  # groups of GROUP blocks in a row
         self.threads = self.waves * WAVE
         self.tiles_m, self.tiles_n = tile.tokens // tile.waves_m // TOKENS, tile.rows // tile.waves_n // ROWS
         if tile.tokens % (tile.waves_m * TOKENS) or tile.rows % (tile.waves_n * ROWS) or of.k % BLOCK:
             raise ValueError(f"{tile} does not divide into {ROWS} x {TOKENS} matrices of {of.k} columns")
         if self.weights * self.tiles_n * self.tiles_m * (ROWS * TOKENS // WAVE) > SUMS:
             raise ValueError(f"{tile} has more than {SUMS} sums of a lane")
-        # as many of the sums at once as there is room for, of all weights; preferably all rows of a token
+        # as many sums in a pass as fit, for all weights; preferably all rows of a token
         parts = [(rows, tokens) for tokens in (8, 4, 2, 1) for rows in range(self.tiles_n, 0, -1)]
         parts = [part for part in parts if self._holds(*part)]
         if not parts or self.threads > of.arch.most_threads:
             raise ValueError(f"{tile} takes more shared memory or threads than {of.arch.name} has")
         self.rows_at_once, self.at_once = max(parts, key=lambda part: part[0] * part[1])
-        self.quads = self.rows_at_once * (ROWS // QUAD)  # of a token of a subgroup
-        # units of four rows that are in shared memory at once
+        self.quads = self.rows_at_once * (ROWS // QUAD)  # quads of a token of a subgroup in a pass
+        # quads that are in shared memory at the same time
         self.per_pass = tile.waves_m * tile.waves_n * self.at_once * TOKENS * self.quads
         self.ld = self.quads + PAD
         self.units = self._units(self.rows_at_once, self.at_once)
@@ -98,15 +98,15 @@ class LaneResults(Gemm[LaneTile]):
         return whole and size + factors <= self.arch.lds and (row_tiles == 1 or size <= SHARED * self.threads)
 
     def _units(self, row_tiles: int, token_tiles: int) -> int:
-        """Of the sums of so many tiles of each subgroup in shared memory."""
+        """The units of shared memory for the sums of so many tiles of each subgroup."""
         return self.waves * self.weights * token_tiles * TOKENS * (row_tiles * (ROWS // QUAD) + PAD)
 
     def _sums_unit(self, wave: Expr, weight: int, token: Expr) -> Expr:
-        """First unit of a subgroup's sums of a token, of number `token` of those that are there at once."""
+        """The first unit of a subgroup's sums of a weight and a token. token: its number among those of the pass."""
         return ((wave * self.weights + weight) * (self.at_once * TOKENS) + token) * self.ld
 
     def _hand_over(self, first_row: int, first: int) -> None:
-        """The sums of row tiles `first_row`.., of token tiles `first`.., to shared memory."""
+        """Stores the sums of a pass to shared memory: row tiles from first_row on, token tiles from first on."""
         for w in range(self.weights):
             for i in range(self.rows_at_once):
                 for t in range(self.at_once):
@@ -119,7 +119,7 @@ class LaneResults(Gemm[LaneTile]):
         """Adds up the sums and stores them."""
         rows, tokens = range(0, self.tiles_n, self.rows_at_once), range(0, self.tiles_m, self.at_once)
         passes = [(i, j) for i in rows for j in tokens]
-        together = self.threads // self.per_pass  # passes in which each thread has one result
+        together = self.threads // self.per_pass  # number of passes in which, together, each thread has one result
         each = len(passes) / together if together * self.per_pass == self.threads else 0
         if work.early and self._is_whole(work.rows) and each in EARLY:
             return self._finish_early(work, [passes[i : i + together] for i in range(0, len(passes), together)])
@@ -134,7 +134,7 @@ class LaneResults(Gemm[LaneTile]):
         return not (rows % self.tile.rows or self.m % self.tile.tokens)
 
     def _place(self, work: TileWork, c: Expr, first_row: Expr, first: Expr) -> Owned:
-        """Of number c of these units (its place, its token, its row)."""
+        """The place, token and first row of quad number c of a pass."""
         tile, per_wave = self.tile, self.at_once * TOKENS * self.quads
         wave, own = T.Bind(c // per_wave), T.Bind(c % per_wave)
         wave_m, wave_n = T.Bind(wave % tile.waves_m), T.Bind(wave // tile.waves_m)
@@ -144,7 +144,7 @@ class LaneResults(Gemm[LaneTile]):
         return (wave, token, quad), target, row
 
     def _added(self, weight: int, place: Place) -> Expr:
-        """The float32x4 of a weight there."""
+        """The sums of a weight at a place, added over subgroups with different columns: float32x4."""
         (wave, token, quad), parts = place, []
         for k in range(self.tile.waves_k):
             source = wave + k * (self.tile.waves_m * self.tile.waves_n)
@@ -153,8 +153,8 @@ class LaneResults(Gemm[LaneTile]):
         return T.Bind(sum(parts[1:], parts[0]))
 
     def _finish_early(self, work: TileWork, groups: list[list[Pass]]) -> None:
-        """Each thread has one result of each group, in one of its passes. What it loads besides need not wait for the
-        sums."""
+        """Stores the results of groups of passes, if each thread has one result in each group. Inputs of `store` are
+        loaded before the sums are complete."""
         mine, found = T.Bind(self.thread // self.per_pass), []
         for group in groups:
             first_row, first = (chosen([T.int32(x) for x in each], mine) for each in zip(*group, strict=True))
@@ -166,7 +166,8 @@ class LaneResults(Gemm[LaneTile]):
             self._finish_group(work, group, mine, owned, loaded)
 
     def _finish_group(self, work: TileWork, passes: list[Pass], mine: Expr, owned: Owned, loaded: list[tuple]) -> None:
-        """mine: the pass with the thread's result; owned: its place, token and row."""
+        """Stores the results of a group of passes. mine: the pass with the thread's result. owned: its place, token and
+        row. loaded: the inputs of `store`."""
         place, target, row = owned
         cells = [[local(1) for _ in range(QUAD)] for _ in range(self.weights)]
         for number, (i, j) in enumerate(passes):
@@ -181,7 +182,7 @@ class LaneResults(Gemm[LaneTile]):
         work.store(target, row, [T.Bind(vector([cell[0] for cell in own])) for own in cells], *loaded)
 
     def _finish(self, work: TileWork, first_row: int, first: int) -> None:
-        """Stores the sums that are in shared memory; rows beyond the weight's and tokens beyond the m are left out."""
+        """Stores the results of a pass, except for rows beyond the weight's and tokens beyond m."""
         total = self.per_pass
         with T.serial(-(-total // self.threads)) as step:
             c = T.Bind(step * self.threads + self.thread)
@@ -192,7 +193,7 @@ class LaneResults(Gemm[LaneTile]):
                 work.store(target, row, [self._added(w, place) for w in range(self.weights)], *loaded)
 
     def _exists(self, work: TileWork, token: Expr, row: Expr, inside: Expr | None = None) -> Expr | None:
-        """Whether the row and the token exist, and `inside`; None: all do."""
+        """Whether the row and the token exist, and `inside` holds; None if this is always so."""
         conditions = work.if_row(row, self.tile.rows), inside, work.if_token(token, self.m, self.tile.tokens)
         return all_of(x for x in conditions if x is not None)
 

@@ -28,15 +28,15 @@ from mlc_amd.schedules.gpu.linear.gemm_tile import Product, TileWork
 from mlc_amd.schedules.gpu.linear.lane_results import GROUP, PAD, QUAD, ROWS, UNIT, UNIT_BYTES, WAVE, LaneTile, Place
 from mlc_amd.schedules.tir import Expr
 
-TILE_UNITS = UNIT // RUN  # units of 16 bytes of eight tokens and a group
-AHEAD = 2  # groups of the loop's body
-# Subgroups of a workgroup, at most, of which each thread stages so many activations that no registers are left.
+TILE_UNITS = UNIT // RUN  # units of 16 bytes for eight tokens and a group of columns
+AHEAD = 2  # groups of columns in the loop's body
+# With up to so many subgroups in a workgroup, each thread stages so many activations that no registers are left.
 SHORT_OF_REGISTERS = 4
-TILES = 2  # of ROWS rows that a subgroup has: with more, registers would hold no activations for them
+TILES = 2  # tiles of ROWS rows of a subgroup; with more, there would be no registers for activations
 
 
 def smallness(formats: Sequence[Format]) -> int:
-    """How few registers a block of weights of these formats takes, 0 to 3."""
+    """How few registers a block of weights of these formats needs: from 0 (many) to 3 (few)."""
     if any(fmt.table not in (None, FP4_VALUES) for fmt in formats):
         return 0
     if any(len(fmt.codes) != 1 or fmt.table for fmt in formats):
@@ -45,14 +45,14 @@ def smallness(formats: Sequence[Format]) -> int:
 
 
 def _nibbles(formats: Sequence[Format]) -> bool:
-    """Whether codes are nibbles, which no table gives values."""
+    """Whether all codes are nibbles without a table."""
     return all(tuple(fmt.codes) == ("Q4",) and not fmt.table for fmt in formats)
 
 
 class StagedGemm(LaneGemm):
-    """Of one weight, or what those of two share."""
+    """A staged tile of one weight; the common part for two weights."""
 
-    scope = WAVE_SHARED  # TVM would add a barrier after each store of activations
+    scope = WAVE_SHARED  # with "shared", TVM would add a barrier after each store of activations
 
     def __init__(self, of: Product, tile: LaneTile):
         super().__init__(of, tile)
@@ -110,8 +110,8 @@ class StagedGemm(LaneGemm):
         return [T.Bind(self.lds[place + t * TILE_UNITS]) for t in range(self.tiles_m)]
 
     def _activations(self, work: TileWork, group: Expr) -> list[Expr]:
-        """The loads of the units of a group's activations that this thread stages. After the columns they are 0;
-        anything where bodies are whole: none has these."""
+        """Loads the units of a group's activations that this thread stages. Beyond the last column they are 0; this is
+        not necessary if the columns fill all bodies of the loop."""
         ((X,), tile0) = work.acts, work.token0 // TOKENS
         held, loaded = T.Bind(T.min(group, T.int32(self.groups - 1))), []
         for c in self._staged(self.buffer):
@@ -125,20 +125,20 @@ class StagedGemm(LaneGemm):
         return loaded
 
     def _stage(self, loaded: list[Expr], number: int) -> None:
-        """To buffer number 0 or 1."""
+        """Stores loaded units to buffer number 0 or 1."""
         for c, unit in zip(self._staged(self.buffer), loaded, strict=True):
             T.buffer_store(self.lds, unit, [c + number * self.buffer])
 
 
 class StagedPair(StagedGemm):
-    """Of two weights. Neighbouring threads have the results of neighbouring tiles of ROWS, which the layout "lanes" has
-    side by side."""
+    """A staged tile of two weights. Neighbouring threads have results of neighbouring tiles of ROWS rows, which are
+    side by side in the layout "lanes"."""
 
     def _units(self, row_tiles: int, token_tiles: int) -> int:
         return super()._units(row_tiles, token_tiles) + self.waves * PAD
 
     def _sums_unit(self, wave: Expr, weight: int, token: Expr) -> Expr:
-        """Those of neighbouring threads are in different banks."""
+        """See LaneResults. The units of neighbouring threads are in different banks."""
         return super()._sums_unit(wave, weight, token) + wave * PAD
 
     def _place(self, work: TileWork, c: Expr, first_row: Expr, first: Expr) -> tuple[Place, Expr, Expr]:
@@ -151,26 +151,25 @@ class StagedPair(StagedGemm):
 # ---- the rule
 
 FEW, MANY = (TOKENS, 16, 32), 64  # tokens of a tile
-MOST_WAVES = 16  # of a workgroup
-SIMDS = 4  # of a compute unit: subgroups of a workgroup where there are several workgroups for each unit
-# For few tokens, subgroups for each compute unit, at most, by tokens of a tile; of a workgroup, at least; groups of
-# columns of each, at least.
+MOST_WAVES = 16  # upper limit of the subgroups of a workgroup
+SIMDS = 4  # SIMDs of a compute unit: subgroups of a workgroup if there are several workgroups for each compute unit
+# For few tokens. FULL: upper limit of the subgroups for each compute unit, by tokens of a tile. LEAST: least number of
+# subgroups of a workgroup. LEAST_GROUPS: least number of groups of columns of a subgroup.
 FULL, LEAST, LEAST_GROUPS = {TOKENS: 32, 16: 32, 32: 16}, 4, 3
-# For FEW's most tokens, workgroups for each compute unit from which they have twice as many rows.
+# With the most tokens of FEW: if there are so many workgroups for each compute unit, they get twice as many rows.
 WIDE = 2
-# Workgroups for each compute unit, at least, of staged tiles of one weight and of two, which otherwise share registers
-# with their activations.
+# {weights: least number of workgroups for each compute unit with which tiles are staged}.
 STAGED = {1: 4, 2: 1}
-BUSY = 0.9  # share of the compute units that workgroups of twice the size must keep busy, one in each, on average
+BUSY = 0.9  # fraction of the compute units that workgroups of twice the size must keep busy on average
 
 
 def routine(of: Product, tile: LaneTile) -> LaneGemm:
-    """The tile routine of a LaneTile. ValueError for one that does not fit."""
+    """The tile routine of a LaneTile. Raises ValueError for a tile that does not fit."""
     return (LaneGemm if not tile.staged else StagedGemm if of.weights == 1 else StagedPair)(of, tile)
 
 
 def choose(of: Product) -> LaneTile:
-    """The default tile. ValueError if none fits."""
+    """The default tile. Raises ValueError if none fits."""
     if of.expert_slots:  # there are workgroups enough
         if of.expert_slots == TOKENS:
             return _fitting(of, LaneTile(TOKENS, ROWS, 1, 1, MOST_WAVES), 0)
@@ -180,8 +179,9 @@ def choose(of: Product) -> LaneTile:
 
 
 def _few(of: Product, tokens: int) -> LaneTile:
-    """Loads ahead only of few rows and one weight: each segment (q, k and v) has code of its own, and twice as much of
-    it takes an H200 20 instead of 16 us (32 tokens, 6144 rows of 4096 columns)."""
+    """The tile for few tokens. Activations are loaded ahead only for few rows and one weight: each segment (q, k and v)
+    has code of its own, and twice as much code takes 20 instead of 16 us on an H200 (32 tokens, 6144 rows of 4096
+    columns)."""
     most, units = tokens == FEW[-1], of.arch.units
     wide = most and of.rows >= WIDE * units * 2 * ROWS
     height = ROWS * (1 + wide)
@@ -191,12 +191,13 @@ def _few(of: Product, tokens: int) -> LaneTile:
 
 
 def _many(of: Product) -> LaneTile:
-    """Each workgroup has a subgroup for each SIMD, or two where no compute unit has a second workgroup; half the rows
-    where that leaves half of the units without work. Of staged tiles it has two where such workgroups fill the units:
-    activations are read half as often, which takes no less time in a kernel alone, but 3 % less in a prompt on an H100,
-    whose clock depends on its power."""
+    """The tile for many tokens. A workgroup has one subgroup for each SIMD, or two if no compute unit would have a
+    second workgroup; and half the rows if half of the compute units would have no work otherwise. Staged tiles have two
+    subgroups for each SIMD if such workgroups keep the compute units busy: activations are then read half as often.
+    This takes as long in a single kernel, but 3 % less time in a prompt on an H100, whose clock depends on its
+    power."""
     height, units = MANY // of.weights, of.arch.units
-    if not of.has_floats and smallness(of.formats):  # registers of staged tiles hold codes only
+    if not of.has_floats and smallness(of.formats):  # staged tiles have registers only for codes
         wide, narrow = _workgroups(of, 4 * height), _workgroups(of, 2 * height)
         if len(of.formats) == of.weights <= smallness(of.formats) and wide >= BUSY * units * -(-wide // units):
             return LaneTile(MANY, 4 * height, 1, 2 * SIMDS, 1, ahead=1, hidden=1, staged=1)
@@ -206,7 +207,7 @@ def _many(of: Product) -> LaneTile:
     if 2 * _workgroups(of, height) <= units:
         height, waves_n = height // 2, 1
     waves = SIMDS * (1 + (_workgroups(of, height) <= units))
-    # of tables and of two weights, registers hold no activations ahead
+    # with tables, and with two weights, there are no registers for activations ahead
     ahead = 2 if of.weights == 1 and smallness(of.formats) else 1
     tile = LaneTile(MANY, height, 1, waves_n, waves // waves_n, ahead, hidden=1)
     return _fitting(of, tile, tile.waves_k)
@@ -217,8 +218,8 @@ def _workgroups(of: Product, height: int) -> int:
 
 
 def _fitting(of: Product, tile: LaneTile, most: int) -> LaneTile:
-    """The tile with as many subgroups along the columns as there is work and room for: `most` at most, as far as LEAST
-    leaves a choice."""
+    """The tile with as many subgroups along columns as there is work and shared memory for: at most `most`, but at
+    least as many as LEAST requires."""
     least = LEAST
     while least > 1 and of.k // (GROUP * BLOCK) < LEAST_GROUPS * least:
         least //= 2
