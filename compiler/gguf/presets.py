@@ -1,7 +1,4 @@
-"""Sizes of published models, and of tiny ones for tests, as GGUF metadata: what `synthetic` makes models of.
-
-Each is named after the model whose config.json it follows. llama3-1b has its own output matrix (Llama-3.2-1B is tied).
-"""
+"""Presets of `synthetic`: sizes of published models, and of tiny ones for tests, as GGUF metadata."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

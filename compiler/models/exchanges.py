@@ -1,8 +1,8 @@
-"""Exchanges in the graph of a model that several GPUs share (compiler/models/shards.py).
+"""Emits exchanges between the GPUs that share a model by tensor (compiler/models/shards.py).
 
-A product with a matrix of which each GPU has some columns is a term of a sum. `Graph.terms` has the variables that are
-terms: what adds terms to one another, or multiplies them, makes terms; all else takes the sum, `whole`. So a block's
-terms are added up before they cross between GPUs.
+If each GPU has some columns of a matrix, the product with it is a term of a sum over the GPUs. `Graph.terms` has the
+variables that are terms. Sums of terms and products of terms with factors are terms again; all other operators take the
+sum, `whole`. So the terms of a block are added up before they are exchanged.
 """
 
 from dataclasses import replace
@@ -16,11 +16,11 @@ from mlc_amd.compiler.ops import shape_of
 from mlc_amd.schedules.formats import HALF_MAX
 from mlc_amd.schedules.operators import AllGather, AllReduce, exchange
 
-OPS: Any = relax.op  # TVM declares their arguments as expressions only
+OPS: Any = relax.op  # Any: TVM declares that arguments must be expressions, but accepts numbers too
 
 
 class Graph(Protocol):
-    """What exchanges need of compiler/models/graph.py's."""
+    """The part of compiler/models/graph.py's Graph that exchanges use."""
 
     bb: Any
     model: Model
@@ -31,24 +31,25 @@ class Graph(Protocol):
 
 
 def term(g: Graph, x: relax.Var, name: str) -> relax.Var:
-    """x, the product with that matrix: a term, where each GPU has some of its columns."""
+    """Marks x, the product with the matrix `name`, as a term if each GPU has some of the matrix's columns. Returns
+    x."""
     return terms_of(g, x) if name in g.model.sums else x
 
 
 def terms_of(g: Graph, x: relax.Var, *made_of: relax.Var) -> relax.Var:
-    """x, a term; made_of: only if these are terms."""
+    """Marks x as a term if all of `made_of` are terms. Returns x."""
     if all(one in g.terms for one in made_of):
         g.terms.add(x)
     return x
 
 
 def whole(g: Graph, x, residual=None):
-    """The sum over all GPUs of a term, plus residual; any other x as it is."""
+    """For a term x: the sum over all GPUs, plus residual if given. For any other x: x itself."""
     if x not in g.terms:
         return x
     m, n = shape_of(x)
     op = AllReduce(n=n, parts=g.model.gpus, m=m, residual=residual is not None)
-    if op.words > exchange.MOST_WORDS:  # copied, not sent while kernels run
+    if op.words > exchange.MOST_WORDS:  # too large for the exchange while kernels run: copied, as float16
         x = g.bb.emit(relax.op.astype(g.bb.emit(OPS.clip(x, -HALF_MAX, HALF_MAX)), "float16"))
         op = replace(op, half=True)
     added = [] if residual is None else [residual]
@@ -56,14 +57,15 @@ def whole(g: Graph, x, residual=None):
 
 
 def add(g: Graph, x, y) -> relax.Var:
-    """x + y, with the exchange if one of them is a term."""
+    """x + y. If only one of them is a term, it is summed over the GPUs first, by an exchange that adds the other."""
     if (x in g.terms) != (y in g.terms):
         return whole(g, x, residual=y) if x in g.terms else whole(g, y, residual=x)
     return terms_of(g, g.bb.emit(relax.op.add(x, y)), x, y)
 
 
 def gathered(g: Graph, x, name: str, count: int) -> relax.Var:
-    """The first columns of the product with that matrix, of which each GPU may have some rows."""
+    """The first `count` columns of x, the product with the matrix `name`. If each GPU has some of the matrix's rows,
+    the columns of all GPUs are gathered."""
     if name not in g.model.joins:
         return x
     m, n = shape_of(x)

@@ -1,7 +1,7 @@
-"""The metadata that decoders have in common, read into parts of a `ModelConfig`.
+"""Reads the metadata that many architectures share into parts of a `ModelConfig`.
 
-In: `Keys`. Out: configurations; a `UserError` names the key of what is missing, impossible or not supported. Key names
-and defaults are llama.cpp's (src/llama-arch.cpp, src/llama-model.cpp).
+In: `Keys`. Out: configurations. Raises a `UserError` that names the key for a value that is missing, impossible or not
+supported. Names of keys and defaults are llama.cpp's (src/llama-arch.cpp, src/llama-model.cpp).
 """
 
 import math
@@ -26,16 +26,17 @@ from mlc_amd.compiler.models.encoders.metadata import check_encoder, read_encode
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.runtime.errors import shorten
 
-MAX_LAYERS = 1024  # the largest known models have about 130: more means a damaged file
-MAX_EXPERTS = 1024  # llama.cpp takes up to 512
-SECTIONS = 4  # of RoPE's pairs: t, y, x of an image's rows, and one that no model has
-MAX_TAPS = 16  # of a convolution: known models have 3 or 4; what kernels of GPUs take
+MAX_LAYERS = 1024  # the largest known models have about 130; a file with more than this is damaged
+MAX_EXPERTS = 1024  # llama.cpp accepts up to 512
+SECTIONS = 4  # RoPE's sections in a file: t, y, x of an image's rows, and a fourth that no model uses
+MAX_TAPS = 16  # the longest convolution that GPU kernels support; known models have 3 or 4 taps
 ROPE, LOCAL_ROPE = "rope", "local_rope"  # keys of ModelConfig.ropes
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 PREDICTOR = "attn_norm", "nextn.eh_proj", "nextn.enorm", "nextn.hnorm"  # tensors of a predicting layer
 SCALINGS = ("none", "linear", "yarn", "longrope")
-# Fields of LayerConfig: RMS norms before both blocks, but not by their usual names; around them; after them only
+# Fields of LayerConfig. NORMS_BEFORE: norms before both blocks, with another name for the second. NORMS_AROUND: norms
+# before and after both blocks. NORMS_AFTER: norms after both blocks only.
 NORMS_BEFORE: dict[str, Any] = {"feed_forward_norms": Norms(before="post_attention_norm")}
 NORMS_AROUND: dict[str, Any] = {
     "mixer_norms": Norms("attn_norm", "post_attention_norm"), "feed_forward_norms": Norms("ffn_norm", "post_ffw_norm"),
@@ -43,29 +44,31 @@ NORMS_AROUND: dict[str, Any] = {
 NORMS_AFTER: dict[str, Any] = {
     "mixer_norms": Norms(after="post_attention_norm"), "feed_forward_norms": Norms(after="post_ffw_norm"),
 }  # fmt: skip
-SHARED_NORM: dict[str, Any] = {"parallel": True, "feed_forward_norms": Norms()}  # before mixer and block
+SHARED_NORM: dict[str, Any] = {"parallel": True, "feed_forward_norms": Norms()}  # one norm before mixer and block
 INTERLEAVED = (
     "qwen3vl",
     "qwen3vlmoe",
     "qwen35",
     "qwen35moe",
     "qwen4exp",
-)  # architectures whose RoPE sections take turns
-GATINGS = {1: "softmax", 2: "sigmoid", 3: "softmax_used", 4: "sqrt_softplus"}  # of expert_gating_func
+)  # architectures whose RoPE sections alternate
+GATINGS = {1: "softmax", 2: "sigmoid", 3: "softmax_used", 4: "sqrt_softplus"}  # by expert_gating_func
 
 
 def read_layers(keys: Keys) -> int:
+    """The number of layers."""
     return keys.integer("block_count", maximum=MAX_LAYERS)
 
 
 def each_layer(keys: Keys, count: int = 0) -> list[Keys]:
-    """The keys of each layer, or of the first `count`."""
+    """The keys of each layer, or of the first `count` layers."""
     return [keys.at(i) for i in range(count or read_layers(keys))]
 
 
 class Predicting(NamedTuple):
-    """count: layers without those at the end for multi-token prediction. predictor: of the first of these, if the file
-    has its tensors. unused: the tensors of the others, of which models with one layer have none."""
+    """The layers for multi-token prediction, which come last in the file. count: number of layers before them.
+    predictor: the configuration of the first of them, if the file has its tensors, else None. unused: the tensors of
+    the others; models with one such layer have none."""
 
     keys: Keys
     count: int
@@ -73,7 +76,8 @@ class Predicting(NamedTuple):
     unused: tuple[str, ...]
 
     def of(self, layer: Callable[[Keys], LayerConfig]) -> list[LayerConfig]:
-        """All layers, the predicting one among them. layer: of the keys of one."""
+        """All layers that are used, including the one that predicts. layer: makes a LayerConfig from the keys of a
+        layer."""
         layers = [layer(own) for own in each_layer(self.keys, self.count)]
         if self.predictor:
             layers.append(replace(layer(self.keys.at(self.count)), predictor=self.predictor))
@@ -81,7 +85,8 @@ class Predicting(NamedTuple):
 
 
 def predicting_layers(keys: Keys, known: bool = True) -> Predicting:
-    """known: whether the layer that predicts is as `transformer.predictor` has it; else all of them are unused."""
+    """known: whether the layer that predicts has the form of `transformer.predictor`; otherwise all predicting layers
+    are unused."""
     blocks = read_layers(keys)
     count = blocks - keys.integer("nextn_predict_layers", 0, minimum=0)
     if count < 1:
@@ -98,7 +103,8 @@ def predicting_layers(keys: Keys, known: bool = True) -> Predicting:
 
 
 def read_attention(keys: Keys, rope: str = ROPE, **variant) -> AttentionConfig:
-    """Head counts and sizes of a layer. `variant`: further fields of AttentionConfig."""
+    """The attention of a layer, with head counts and sizes from the file. `variant`: further fields of
+    AttentionConfig."""
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     head_dim = keys.integer("attention.key_length", max(1, hidden // heads))
     kv_heads = keys.integer("attention.head_count_kv", heads)
@@ -112,7 +118,8 @@ def read_attention(keys: Keys, rope: str = ROPE, **variant) -> AttentionConfig:
 
 
 def attention(keys: Keys, heads: int, kv_heads: int, head_dim: int, rope: str, **variant) -> AttentionConfig:
-    """Attention of these sizes, checked, with the matrices that the layer has."""
+    """The attention of these sizes, which are checked. Whether q, k and v are merged follows from the layer's
+    tensors."""
     if heads % kv_heads:
         raise keys.error(
             f"heads ({heads}) must be a multiple of KV heads ({kv_heads}) to be compiled; use another model"
@@ -123,14 +130,14 @@ def attention(keys: Keys, heads: int, kv_heads: int, head_dim: int, rope: str, *
 
 
 def attention_or(keys: Keys, other: Mixer, rope: str, **variant) -> list[Mixer]:
-    """The mixer of each layer, `other` where it has no KV heads. `variant`: as of `read_attention`."""
+    """The mixer of each layer: attention, or `other` if the layer has no KV heads. `variant`: see `read_attention`."""
     kv_heads = keys.integers("attention.head_count_kv", read_layers(keys), minimum=0)
     return [read_attention(keys.at(i), rope, **variant) if kv else other for i, kv in enumerate(kv_heads)]
 
 
 def local_layers(keys: Keys, layers: int, pattern: int, dense_first: bool = False) -> list[bool]:
-    """Which layers see a window of keys: of every `pattern` all but the last (dense_first: the first), or as the file
-    says (a number or a flag per layer)."""
+    """For each layer, whether it has a window. The file has a list of flags, or a number n: of each n layers, all
+    except the last (dense_first: except the first) have a window. pattern: n if the file does not say."""
     key = "attention.sliding_window_pattern"
     if isinstance(keys.metadata.get(keys.full(key)), list):
         return keys.flags(key, layers)
@@ -141,19 +148,20 @@ def local_layers(keys: Keys, layers: int, pattern: int, dense_first: bool = Fals
 def rotations(
     keys: Keys, layers: Sequence[LayerConfig], neox: bool, name: str = ROPE, **variant
 ) -> dict[str, RopeConfig]:
-    """The rope of that name, if layers use it. `variant`: as of `read_rope`."""
+    """{name: the rope}, if any layer uses it, else {}. `variant`: see `read_rope`."""
     heads = [a.head_dim for layer in layers if (a := layer.attention) and a.rope == name]
     return {name: read_rope(keys, heads[0], neox, **variant)} if heads else {}
 
 
 def last_of(keys: Keys, step: int) -> bool:
-    """Whether the layer is the last of `step` ones."""
+    """Whether the layer is the last one of a group of `step` layers."""
     return ((keys.layer or 0) + 1) % step == 0
 
 
 def read_rope(keys: Keys, head_dim: int, neox: bool, scaled: bool = True, **variant) -> RopeConfig:
-    """scaled: with the file's context extension. `variant`: fields of RopeConfig instead of the file's."""
-    scaling = keys.string("rope.scaling.type", "linear")  # llama.cpp's default; without a factor it scales nothing
+    """The RoPE of a file. scaled: whether to apply the file's context extension. `variant`: fields of RopeConfig that
+    replace the file's."""
+    scaling = keys.string("rope.scaling.type", "linear")  # llama.cpp's default; without a factor it changes nothing
     if scaling not in SCALINGS:
         raise keys.error(f"RoPE scaling {shorten(scaling)} is not supported; supported are {', '.join(SCALINGS)}")
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0, minimum=0.0), minimum=0.0)
@@ -188,7 +196,7 @@ def read_rope(keys: Keys, head_dim: int, neox: bool, scaled: bool = True, **vari
 
 
 def _extrapolation(keys: Keys) -> float:
-    """yarn's factor; less than 0: unsaid."""
+    """yarn's ext_factor; a value below 0 stands for the default, 1."""
     factor = keys.number("rope.scaling.yarn_ext_factor", 1.0, minimum=-math.inf)
     return factor if factor >= 0.0 else 1.0
 
@@ -197,7 +205,7 @@ def _extrapolation(keys: Keys) -> float:
 
 
 def read_taps(keys: Keys, key: str) -> int:
-    """Positions that a convolution sees."""
+    """The taps of a convolution: the number of positions that it reads."""
     return keys.integer(key, minimum=2, maximum=MAX_TAPS)
 
 
@@ -215,19 +223,20 @@ def read_feed_forward(keys: Keys, act: str = "silu", **variant) -> FeedForwardCo
 
 
 def dense(keys: Keys, act: str = "silu", size: int = 0, **variant) -> FeedForwardConfig:
-    """The dense block of a layer in a model that may have experts in others."""
+    """The dense block of a layer. Other layers of the model may have experts."""
     return FeedForwardConfig(size or keys.integer("feed_forward_length"), act, **variant)
 
 
 def dense_or_experts(keys: Keys, size: str = "feed_forward_length", **variant) -> Block:
-    """A dense block, or experts of that size in files that count them. `variant`: as of `read_experts`."""
+    """Experts if the file has a number of experts, else a dense block. size: the key of the block's size. `variant`:
+    see `read_experts`."""
     if keys.integer("expert_count", 0, minimum=0):
         return read_experts(keys, keys.integer(size), **variant)
     return read_feed_forward(keys)
 
 
 def read_experts(keys: Keys, size: int, gating: str = "", **variant) -> ExpertsConfig:
-    """A mixture of experts. gating: one of GATINGS' values, the file's if empty. `variant`: further fields of
+    """A mixture of experts. gating: a value of GATINGS; "" for the file's. `variant`: further fields of
     ExpertsConfig."""
     count = keys.integer("expert_count", maximum=MAX_EXPERTS)
     used = keys.integer("expert_used_count", maximum=MAX_EXPERTS)
@@ -250,12 +259,13 @@ def read_experts(keys: Keys, size: int, gating: str = "", **variant) -> ExpertsC
 def experts_alone(
     gating: str = "", size: str = "expert_feed_forward_length", **variant
 ) -> Callable[[Keys], ExpertsConfig]:
-    """Experts of that size in every layer. `variant`: as of `read_experts`."""
+    """A function that makes the experts of a layer from its keys. size: the key of the experts' size. `variant`: see
+    `read_experts`."""
     return lambda own: read_experts(own, own.integer(size), gating=gating, **variant)
 
 
 def experts_weighting(keys: Keys) -> dict[str, Any]:
-    """Fields of ExpertsConfig that say how the chosen experts are weighted."""
+    """The fields of ExpertsConfig for the weights of the chosen experts."""
     return {
         "normalize": keys.flag("expert_weights_norm", False),
         "scale": keys.number("expert_weights_scale", 1.0, minimum=0.0) or 1.0,
@@ -263,12 +273,13 @@ def experts_weighting(keys: Keys) -> dict[str, Any]:
 
 
 def shared_expert(size: int, **variant) -> SharedExpertConfig | None:
-    """None for a size of 0."""
+    """A shared expert; None for size 0."""
     return SharedExpertConfig(size, **variant) if size else None
 
 
 def dense_then(keys: Keys, experts: Callable[[Keys], Block]) -> Callable[[Keys], Block]:
-    """The block of a layer: dense in the first ones, then experts(keys of the layer)."""
+    """A function that makes the block of a layer from its keys: a dense block in the first layers, then
+    experts(keys)."""
     leading = keys.integer("leading_dense_block_count", 0, minimum=0)
 
     def block(own: Keys) -> Block:
@@ -281,8 +292,8 @@ def dense_then(keys: Keys, experts: Callable[[Keys], Block]) -> Callable[[Keys],
 
 
 def read_model(keys: Keys, layers: Sequence[LayerConfig], ropes: dict[str, RopeConfig], **variant) -> ModelConfig:
-    """The model around its layers. `variant`: further fields of ModelConfig, or others than the file's. It is an
-    encoder if the file, the caller's pooling or the variant says so."""
+    """The model with these layers. `variant`: fields of ModelConfig that are added or replace the file's. The model is
+    an encoder if the file, the caller's pooling or the variant says so."""
     hidden = keys.integer("embedding_length")
     check_multiple(keys, "hidden size", hidden)
     encoder = variant.pop("encoder", None) or read_encoder(keys)
@@ -314,19 +325,20 @@ def read_uniform(
     rope: dict[str, Any] | None = None,
     **variant,
 ) -> ModelConfig:
-    """A model whose layers are alike. mixer, block: of the keys of a layer. norms: further fields of LayerConfig.
-    rope: as of `read_rope`. `variant`: as of `read_model`."""
+    """A model whose layers are all alike. mixer, block: made from the keys of a layer. norms: further fields of
+    LayerConfig. rope: arguments of `read_rope`. `variant`: see `read_model`."""
     layers = [LayerConfig(mixer(own), block(own), **(norms or {})) for own in each_layer(keys)]
     return read_model(keys, layers, rotations(keys, layers, neox, **(rope or {})), **variant)
 
 
 def check_multiple(keys: Keys, what: str, size: int, of: int = 32) -> None:
-    """UserError unless the kernels can take the size: blocks of quantized values have 32 columns."""
+    """Raises UserError unless `size` is a multiple of `of`: blocks of quantized values have 32 columns."""
     if size % of:
         raise keys.error(f"the {what} ({size}) must be a multiple of {of} to be compiled; use another model")
 
 
 def vocabulary(keys: Keys) -> int:
-    """As llama.cpp: the token list decides, `vocab_size` stands in for it in files without a tokenizer."""
+    """The number of tokens: the length of the token list; in files without a tokenizer `vocab_size`. As in
+    llama.cpp."""
     tokens = keys.metadata.get("tokenizer.ggml.tokens")
     return len(tokens) if isinstance(tokens, list) and tokens else keys.integer("vocab_size")

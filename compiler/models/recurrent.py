@@ -1,5 +1,5 @@
-"""Mixers that keep a state for each sequence, op by op: from a layer's normed rows to the terms that its residual
-stream gets.
+"""Emits mixers that keep a state for each sequence. In: the normed rows h of a layer. Out: the terms that are added to
+the residual stream. recurrent_config.py has the complete formulas; in short:
 
     short_conv  W_out (C * conv(B * X))     [B, C, X] = W_in h
     mamba2      W_out norm(scan(silu(conv(W_x h)), W_dt h) * silu(W_z h))
@@ -35,9 +35,9 @@ OPS: Any = relax.op
 
 
 def causal_conv(g: Graph, x: list, names: list[str], layer: int, gated: bool = False, act: str = ""):
-    """The convolution of each column over the last positions of its sequence, then an activation. gated: x is [B, C,
-    X], and this is C * conv(B * X). names: of the weights without ".weight", of each x; a bias beside them is added.
-    Several x stand side by side in the result."""
+    """The convolution of each column over the last positions of its sequence, then an activation. names: of the weights
+    of each x, without ".weight"; their biases are added if the file has them. The results of several x are
+    concatenated. gated: x is [B, C, X], and the result is C * conv(B * X)."""
     shapes = [g.model.tensors[f"{name}.weight"].shape for name in names]
     weights = [g.vector(f"{name}.weight") for name in names]
     biases = [g.vector(f"{name}.bias") for name in names if g.has(f"{name}.bias")]
@@ -96,7 +96,7 @@ def channel_delta(g: Graph, h, i: int) -> list:
 
 
 def bounded_decay(g: Graph, x, d: ChannelDeltaConfig, block: str):
-    """exp(bound * sigmoid(sign * ssm_a * (x + ssm_dt))), of each column."""
+    """exp(bound * sigmoid(sign * ssm_a * (x + ssm_dt))), for each column."""
     x = g.bb.emit(OPS.add(g.columns(x, 0, d.columns), g.vector(block + "ssm_dt.bias", exact=True)))
     factors = g.bb.emit(OPS.reshape(g.vector(block + "ssm_a", exact=True), (d.heads, 1)))
     y = g.multiply(g.bb.emit(OPS.reshape(x, (g.m, d.heads, d.head_dim))), factors)

@@ -1,6 +1,8 @@
-"""Mixers that keep a state of fixed size for each sequence from step to step, instead of keys and values.
+"""Configurations of mixers that keep a state of fixed size for each sequence from step to step, instead of keys and
+values.
 
-`states`: name to shape, of float32. width: columns of the widest intermediate tensors.
+`states` returns {name: shape} of the float32 state of a sequence; `width` the columns of the widest intermediate
+tensors.
 """
 
 from dataclasses import dataclass
@@ -8,15 +10,15 @@ from dataclasses import dataclass
 from mlc_amd.compiler.models.compressed.config import CompressedConfig
 
 Shape = tuple[int, ...]
-NORMS = {"weight": ".weight", "short": ""}  # of MambaConfig.norms
+NORMS = {"weight": ".weight", "short": ""}  # MambaConfig.norms: the end of the names of norms' weights
 
 
 @dataclass(frozen=True)
 class ShortConvConfig:
-    """A gated short convolution (LFM2): [B, C, X] = in_proj h, y_p = C_p * sum over t of W_t (B * X)_{p-t}, out_proj y.
-    W has `taps` numbers for each column."""
+    """A gated short convolution (LFM2): [B, C, X] = in_proj h; y_p = C_p * sum over t of W_t (B * X)_{p-t}; result
+    out_proj y. W has `taps` numbers for each column."""
 
-    taps: int  # positions that a row sees, its own included
+    taps: int  # positions that a row reads, including its own
 
     def states(self, hidden: int) -> dict[str, Shape]:
         return {"conv": (self.taps - 1, hidden)}
@@ -27,9 +29,9 @@ class ShortConvConfig:
 
 NGRAMS = "per_layer_token_embd.weight"  # the table of NgramConfig
 NGRAM_NORMS = "key", "query", "conv"  # ple_norm_<name>
-# A product with a multiplier has so many limbs of so many bits: kernels compute in int32
+# Kernels compute in int32, so a product with a multiplier is stored as LIMBS limbs of BITS bits
 BITS, LIMBS = 6, 11
-LAGS = 32  # columns of a state that has the last tokens, of which as many are used as there are
+LAGS = 32  # columns of the state of the last tokens; only as many are used as there are tokens
 
 
 @dataclass(frozen=True)
@@ -144,12 +146,13 @@ class ChannelDeltaConfig:
 
 @dataclass(frozen=True)
 class Mamba2Config:
-    """A selective state space (Mamba-2). [z, u, t] = ssm_in h, [x, B, C] = silu(conv(u)). Each head has its columns of
-    x and a matrix S of these by `state`; per row, with dt = softplus(t + ssm_dt),
+    """A selective state space (Mamba-2). [z, u, t] = ssm_in h, [x, B, C] = silu(conv(u)). Each head has some columns of
+    x, and a matrix S [these columns, state]; per row, with dt = softplus(t + ssm_dt),
 
         S *= exp(ssm_a * dt); S += dt * x B^T; y = S C + ssm_d * x
 
-    and ssm_out norm(y * silu(z)), a norm of each group of columns. Groups of heads share B and C.
+    and the result is ssm_out norm(y * silu(z)), with a norm over each group of columns. The heads of a group share B
+    and C.
     """
 
     inner: int  # columns of x, of all heads

@@ -1,8 +1,9 @@
-"""What depends on a token's position, as tables: RoPE's angles, so that kernels need neither sin, cos nor a scaling
-method, and attention's temperature.
+"""Tables by position: RoPE's angles, so that kernels need neither sin and cos nor scaling methods, and attention's
+temperatures.
 
-In: a `RopeConfig` and the context's capacity. Out: float32 [positions, dim] with cos and sin of each pair side by side.
-Computed in float64; ggml multiplies up the angles in float32, so the two drift apart by about 1e-7 * position.
+In: a `RopeConfig` and the capacity in tokens. Out: float32 [positions, dim], in which cos and sin of a pair are
+neighbours. They are computed in float64. ggml computes angles by repeated multiplication in float32, so that its angles
+differ by about 1e-7 * position.
 """
 
 from collections.abc import Callable
@@ -27,23 +28,23 @@ def position_table(config: ModelConfig, name: str, ctx: int, tensor: Callable[[s
 
 
 def _temperatures(config: ModelConfig, ctx: int) -> np.ndarray:
-    """float32 [ctx, 1]: the factor of attention's queries. Layers that have one have the same."""
+    """float32 [ctx, 1]: the factor on attention's queries. All layers that have such a factor have the same one."""
     t = next(a.temperature for a in attentions(config) if a.temperature)
     steps = np.floor((np.arange(ctx, dtype=np.float64) + t.offset) / t.length)
     return (1.0 + t.scale * np.log1p(steps)).astype(np.float32)[:, None]
 
 
 def alibi_slopes(heads: int, largest: float) -> np.ndarray:
-    """float32 [heads]: what ALiBi subtracts from a head's score for each token between a row and a key."""
+    """float32 [heads]: ALiBi subtracts slope * (distance between row and key) from a head's scores."""
     op = PackedAttention(heads=heads, kv_heads=heads, d=8, m=1, alibi=largest)
     exponents = [op.exponent(head, lambda holds, a, b: a if holds else b) for head in range(heads)]
     return np.exp2(np.array(exponents)).astype(np.float32)
 
 
 def with_options(config: ModelConfig, options: RopeOptions) -> ModelConfig:
-    """The configuration with other angles in all layers but those of windows that have angles of their own, as in
-    llama.cpp (src/llama-context.cpp). UserError for a model without such angles, and for one whose attention depends on
-    them in more than its table."""
+    """The configuration with the RoPE options applied to all layers, except for layers with a window whose RoPE is
+    their own, as in llama.cpp (src/llama-context.cpp). Raises UserError for a model without RoPE, and for one in which
+    not only the table depends on RoPE's options."""
     if not options.rope_changes:
         return config
     if not config.ropes or config.encoder:
@@ -80,12 +81,13 @@ def _with(rope: RopeConfig, options: RopeOptions) -> RopeConfig:
 
 
 def rope_table(rope: RopeConfig, ctx: int, freq_factors: np.ndarray | None = None) -> np.ndarray:
-    """CS float32 [ctx, rope.dim]: CS[p, 2i] = cos, CS[p, 2i+1] = sin of pair i at position p, both times the attention
-    factor.
+    """CS float32 [ctx, rope.dim]: CS[p, 2i] = cos and CS[p, 2i+1] = sin of the angle of pair i at position p, both
+    times the attention factor.
 
-    freq_factors: rope_freqs.weight [dim/2] (None: ones) divides the angles. Scaling follows ggml's rope_yarn and
-    ggml_rope_yarn_corr_dims (ggml/src/ggml-cpu/ops.cpp, ggml/src/ggml.c) with llama.cpp's choice of their arguments
-    (src/llama-context.cpp). UserError when the factors do not fit."""
+    freq_factors: rope_freqs.weight [dim/2], which divides the angles; None for ones. Scaling follows ggml's rope_yarn
+    and ggml_rope_yarn_corr_dims (ggml/src/ggml-cpu/ops.cpp, ggml/src/ggml.c), with the arguments that llama.cpp passes
+    (src/llama-context.cpp). Raises UserError if freq_factors are invalid.
+    """
     pairs = np.arange(rope.dim // 2, dtype=np.float64)
     frequency = rope.base ** (-2.0 * pairs / rope.dim)  # radians per position
     if freq_factors is not None:
@@ -111,8 +113,8 @@ def rope_table(rope: RopeConfig, ctx: int, freq_factors: np.ndarray | None = Non
 
 
 def _yarn_ramp(rope: RopeConfig, pairs: np.ndarray) -> np.ndarray:
-    """1 for pairs that turn at least beta_fast times in the original context, 0 for at most beta_slow times, a ramp
-    between."""
+    """1 for pairs that rotate at least beta_fast times in the original context, 0 for pairs that rotate at most
+    beta_slow times, and a ramp between."""
 
     def pair_turning(times: float) -> float:
         return rope.dim * np.log(rope.original_context / (times * 2.0 * np.pi)) / (2.0 * np.log(rope.base))

@@ -1,12 +1,12 @@
-"""A model divided between GPUs by tensor: each GPU has some heads of a mixer, some columns between the matrices of a
+"""Divides a model between GPUs by tensor: each GPU has some heads of a mixer, some columns between the matrices of a
 feed-forward block or an expert, and some rows of the vocabulary's matrix.
 
-In: a model, and how many GPUs. Out: `ShardedModel`, of which the graph emits the functions that all GPUs run: the
-configuration and the tensors' shapes are those of one GPU's part, which is the same for all. Where sizes do not divide,
-zeros fill the last parts; mixers whose heads do not divide are computed by every GPU as a whole.
+In: a model, and the number of GPUs. Out: `ShardedModel`, from which the graph emits the functions that all GPUs run.
+Its configuration and tensor shapes are those of one GPU's part; all parts have the same. If a size cannot be divided
+evenly, the last parts are padded with zeros. Mixers whose heads cannot be divided are computed by every GPU as a whole.
 
-A matrix whose columns are divided makes one term of a sum (`sums`), of which the graph makes the sum; the rows of the
-vocabulary's make some columns of the logits (`joins`).
+The product with a matrix whose columns are divided is one term of a sum (`sums`); the graph emits the sum. The product
+with the rows of the vocabulary's matrix is some columns of the logits (`joins`).
 """
 
 import math
@@ -31,13 +31,16 @@ from mlc_amd.compiler.models.recurrent_config import (
 from mlc_amd.runtime.artifact.manifest import RANK
 from mlc_amd.schedules.formats import FORMATS
 
-BLOCK = 32  # rows and columns of a part are a multiple of so many
+BLOCK = 32  # rows and columns of a part are multiples of this
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Of a tensor: parts[rank] along an axis, `whole` of it with zeros. axis: "rows" of each matrix, "columns",
-    "matrices", or "none": all of it on the first GPU and zeros on the others (what is added to a sum once)."""
+    """How a tensor is divided: GPU `rank` has the ranges parts[rank] along an axis, padded with zeros to `whole`.
+
+    axis: "rows" of each matrix, "columns", "matrices", or "none": the first GPU has the whole tensor, the others zeros
+    (for what is added to a sum once).
+    """
 
     axis: str
     parts: Sequence[Ranges] = ()
@@ -63,20 +66,20 @@ def named(name: str, rank: int) -> str:
 
 
 def parts_of(model: Any, name: str) -> list[str]:
-    """The names of a tensor's parts on all GPUs; its own, where they have the same."""
+    """The names of a tensor's parts on all GPUs. If all GPUs have the same tensor: its own name."""
     return [one for rank in range(model.gpus) if (one := named(name, rank)) in model.tensors]
 
 
 class ShardedModel:
-    """A model as the graph takes it. gpus: how many parts there are; whole: the model itself. tensors: those of the
-    first part, and under other names (`named`) those of the others that differ."""
+    """A divided model, with the interface of `Model`. gpus: number of parts. whole: the undivided model. tensors: those
+    of the first part, and, under names of `named`, those tensors of the other parts that differ."""
 
     def __init__(self, model: Any, gpus: int):
         self.whole, self.gpus = model, gpus
         divided, cuts = _divided(model.config, model.tensors, gpus)
         self.tensors: dict[str, Tensor] = dict(model.tensors)
         output = "output.weight"
-        if model.config.tied:  # its rows are divided, and the embedding stays whole
+        if model.config.tied:  # the output's rows are divided, but the embedding stays whole
             self.tensors[output] = _alias(model.tensors["token_embd.weight"], output)
             divided = replace(divided, tied=False)
         vocabulary = [output, *(name for name in model.tensors if name.endswith(".shared_head_head.weight"))]
@@ -113,7 +116,7 @@ def _divided(config: ModelConfig, tensors: Mapping[str, Tensor], gpus: int) -> t
             if (divide := _DIVIDED.get(type(value))) and (made := divide(value, own, gpus)):
                 found[i][part] = made
     sources = {i: layer.attention.kv_layer for i, layer in enumerate(config.layers) if layer.attention}
-    for source in {of for of in sources.values() if of is not None}:  # all that attend to one cache, or none
+    for source in {of for of in sources.values() if of is not None}:  # divide all layers that use a cache, or none
         users = [source, *(i for i, of in sources.items() if of == source)]
         if not all("mixer" in found[i] for i in users):
             for i in users:
@@ -128,7 +131,7 @@ def _divided(config: ModelConfig, tensors: Mapping[str, Tensor], gpus: int) -> t
 
 
 def _even(axis: str, size: int, gpus: int, block: int) -> Cut:
-    """Equal shares of `size`, of whole blocks; the last ones filled with zeros."""
+    """Equal shares of `size`, which are whole blocks; the last ones are padded with zeros."""
     share = _share(size, gpus, block)
     starts = [min(rank * share, size) for rank in range(gpus)]
     return Cut(axis, [[(start, min(share, size - start))] for start in starts], share)
@@ -140,7 +143,8 @@ def _share(size: int, gpus: int, block: int) -> int:
 
 
 def _heads(axis: str, heads: int, size: int, gpus: int, before: int = 0) -> Cut:
-    """The heads, of `size` rows or columns each, that follow `before` others; fewer heads than GPUs are repeated."""
+    """Shares of `heads` heads, each of `size` rows or columns, which follow `before` rows or columns. If there are
+    fewer heads than GPUs, several GPUs have the same head."""
     each = max(heads // gpus, 1)
     first = [rank * heads // gpus for rank in range(gpus)]
     return Cut(axis, [[(before + one * size, each * size)] for one in first], each * size)
@@ -153,12 +157,12 @@ def _joined(*cuts: Cut) -> Cut:
 
 
 def _fits(cut: Cut, tensor: Tensor) -> bool:
-    """Whether the parts of a matrix' columns are whole blocks."""
+    """Whether the ranges of a matrix's columns are whole blocks of its format."""
     unit = math.lcm(FORMATS[tensor.format].block, BLOCK)
     return all(number % unit == 0 for ranges in cut.parts for one in ranges for number in one)
 
 
-# ---- mixers: (the part of a GPU, cuts), or None where they do not divide
+# ---- mixers: (configuration of a GPU's part, cuts), or None if they cannot be divided
 
 
 def _attention(a: AttentionConfig, own: Mapping[str, Tensor], gpus: int):
@@ -249,7 +253,7 @@ def _block(f: FeedForwardConfig | SharedExpertConfig | ExpertsConfig, own: Mappi
     down = own[name.format("down", "weight")]
     size, block = down.shape[-1], FORMATS[down.format].block
     rows, columns = (_even(axis, size, gpus, block) for axis in ("rows", "columns"))
-    # the biases of a stack's rows are columns
+    # The biases of a stack of matrices are a matrix, in which a matrix's rows are columns.
     of_rows = columns if isinstance(f, ExpertsConfig) else rows
     found = {name.format("down", "weight"): columns, name.format("down", "bias"): Cut("none")}
     for which in ("gate", "up"):

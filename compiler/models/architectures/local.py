@@ -1,4 +1,4 @@
-"""Further decoders in which some layers see a window of keys only, many of them with gates on attention's output."""
+"""More decoders in which some layers attend to a window of keys only; many have gates on attention's output."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,7 +49,7 @@ NORMS_BARE: dict[str, Any] = {  # as NORMS_AROUND, where the names of the second
 
 
 def _windows(keys: Keys, pattern: int, dense_first: bool = False) -> list[int]:
-    """Keys that each layer sees; 0: all."""
+    """The keys to which each layer's rows attend; 0: all."""
     count, window = read_layers(keys), keys.integer("attention.sliding_window", 0, minimum=0)
     local = local_layers(keys, count, pattern, dense_first) if window else [False] * count
     return [window if is_local else 0 for is_local in local]
@@ -59,7 +59,7 @@ def _layers(
     keys: Keys, windows: list[int], mixer: Callable[[Keys, int], AttentionConfig], block: Callable[[Keys], Block],
     **norms: Any,
 ) -> list[LayerConfig]:  # fmt: skip
-    """mixer: of the keys of a layer and its window."""
+    """The layers. mixer: makes a layer's mixer from its keys and its window."""
     return [
         LayerConfig(mixer(own, window), block(own), **norms)
         for own, window in zip(each_layer(keys, len(windows)), windows, strict=True)

@@ -37,8 +37,8 @@ HEAD_NORMS = partial(read_attention, head_norms=True)
 
 
 def beside_shared(keys: Keys, **variant: Any) -> ExpertsConfig:
-    """Experts of a layer, chosen and weighted as the file says, beside as many shared ones. `variant`: as of
-    `read_experts`."""
+    """The experts of a layer, chosen and weighted as the file says, with as many shared ones in addition. `variant`:
+    see `read_experts`."""
     size = keys.integer("expert_feed_forward_length")
     fields: dict[str, Any] = experts_weighting(keys) | {"selection_bias": keys.owns("exp_probs_b.bias")}
     fields["shared"] = shared_expert(size * keys.integer("expert_shared_count", 0, minimum=0))
@@ -46,7 +46,7 @@ def beside_shared(keys: Keys, **variant: Any) -> ExpertsConfig:
 
 
 def idle_blocks(keys: Keys) -> tuple[str, ...]:
-    """The dense blocks beside experts: llama.cpp takes the experts of a layer that has both."""
+    """The dense blocks of layers that also have experts: llama.cpp uses the experts only."""
     sparse = [f"blk.{own.layer}." for own in each_layer(keys) if own.owns("ffn_gate_inp.weight")]
     of_both = tuple(f"{layer}ffn_{which}." for layer in sparse for which in ("gate", "up", "down"))
     return tuple(name for name in keys.tensors if name.startswith(of_both))

@@ -1,5 +1,4 @@
-"""Decoders whose layers all have the same attention, and a dense block, a mixture of experts, or some layers the one
-and some the other."""
+"""Decoders whose layers all have the same attention. Layers have a dense block or a mixture of experts."""
 
 import math
 from dataclasses import replace
@@ -180,9 +179,10 @@ def starcoder2(keys: Keys) -> ModelConfig:
 @architecture("mistral4")
 def deepseek2(keys: Keys) -> ModelConfig:
     """DeepSeek V2, V2 Lite, V3 and R1, Kimi K2, GLM 4.7 Flash. Latent attention; after a few dense layers experts, in
-    some models of the best groups, beside a shared expert.
+    some models of the best groups, and a shared expert.
 
-    Files have attn_k_b and attn_v_b, or, converted before April 2025, both as attn_kv_b, of which attn_k_b is made.
+    Files have attn_k_b and attn_v_b. Files that were converted before April 2025 have both as attn_kv_b, from which
+    attn_k_b is made.
     """
     predicting, block = predicting_layers(keys), dense_then(keys, deepseek_experts)
     layers = predicting.of(lambda own: LayerConfig(latent_attention(own, ROPE), block(own)))
@@ -194,8 +194,8 @@ def deepseek2(keys: Keys) -> ModelConfig:
 
 
 def latent_attention(keys: Keys, rope: str, merged: bool = False, local: str = "", **variant) -> AttentionConfig:
-    """Of a layer. rope: as AttentionConfig has it. merged: in all files, not only in those that have such a tensor.
-    local: what the names of keys end with. `variant`: further fields of AttentionConfig."""
+    """The latent attention of a layer. rope: see AttentionConfig. merged: attn_kv_b in any case, not only if the file
+    has such a tensor. local: the end of the names of keys. `variant`: further fields of AttentionConfig."""
     merged = merged or keys.owns("attn_kv_b.weight")
     suffix = "" if merged else "_mla" + local
     heads, rank = keys.integer("attention.head_count"), keys.integer(f"attention.kv_lora_rank{local}")
@@ -218,7 +218,7 @@ def latent_attention(keys: Keys, rope: str, merged: bool = False, local: str = "
 
 
 def deepseek_experts(keys: Keys) -> ExpertsConfig:
-    """Of a layer, beside a shared expert."""
+    """The experts of a layer, with a shared expert."""
     size = keys.integer("expert_feed_forward_length")
     # GLM 4.7 Flash was first converted without the key that says so
     unsaid = not keys.integer("expert_gating_func", 0, minimum=0)
@@ -239,13 +239,13 @@ def deepseek_experts(keys: Keys) -> ExpertsConfig:
 
 @architecture("deepseek32", "dense", "experts", "shared")
 def deepseek32(keys: Keys) -> ModelConfig:
-    """DeepSeek V3.2. As deepseek2, with an indexer that chooses the keys that a row sees."""
+    """DeepSeek V3.2. As deepseek2, with an indexer that chooses the keys to which a row attends."""
     return _read_indexed(keys, [1] * read_layers(keys), neox=True)
 
 
 @architecture("glm-dsa", "dense", "experts", "shared")
 def glm_dsa(keys: Keys) -> ModelConfig:
-    """GLM 5. As deepseek32; some layers see the keys that an earlier one chose."""
+    """GLM 5. As deepseek32; some layers use the keys that an earlier layer chose."""
     count, key = predicting_layers(keys, known=False).count, "attention.indexer.types"
     if keys.has(key):
         return _read_indexed(keys, keys.integers(key, count, minimum=0), neox=False)
@@ -254,7 +254,8 @@ def glm_dsa(keys: Keys) -> ModelConfig:
 
 
 def _read_indexed(keys: Keys, types: list[int], neox: bool) -> ModelConfig:
-    """types: whether each layer chooses. neox: of the indexer's RoPE."""
+    """A model of latent attention with indexers. types: for each layer, whether it chooses keys. neox: of the indexer's
+    RoPE."""
     predicting, block = predicting_layers(keys, known=False), dense_then(keys, deepseek_experts)
     if not types[0]:
         raise keys.error("the first layer has no indexer, and no layer before it has one; convert the model again")
@@ -267,8 +268,8 @@ def _read_indexed(keys: Keys, types: list[int], neox: bool) -> ModelConfig:
 
 
 def read_indexer(keys: Keys, own: bool, **variant) -> IndexerConfig:
-    """Of a layer. own: whether it chooses. `variant`: further fields of IndexerConfig. UserError for keys without the
-    columns that rotate."""
+    """The indexer of a layer. own: whether the layer chooses keys itself. `variant`: further fields of IndexerConfig.
+    Raises UserError if keys have fewer columns than rotate."""
     heads, dim, used = (keys.integer(f"attention.indexer.{key}") for key in ("head_count", "key_length", "top_k"))
     check_multiple(keys, "columns of the indexer's keys", dim)
     if (rotating := keys.integer("rope.dimension_count")) > dim:
@@ -277,7 +278,7 @@ def read_indexer(keys: Keys, own: bool, **variant) -> IndexerConfig:
 
 
 def indexed_rotations(keys: Keys, neox: bool) -> dict[str, RopeConfig]:
-    """Of latent attention and of its indexer, whose RoPE has pairs as neox says."""
+    """The ropes of latent attention and of its indexer. neox: of the indexer's RoPE."""
     rotating = keys.integer("rope.dimension_count")
     rope = read_rope(keys, rotating, neox=False, dim=rotating, log_multiplier=1.0, sections=())
     return {ROPE: rope, INDEX_ROPE: replace(rope, neox=neox)}
@@ -330,7 +331,7 @@ def _ernie_experts(keys: Keys) -> ExpertsConfig:
 @architecture("glm4moe")
 def glm4moe(keys: Keys) -> ModelConfig:
     """GLM 4.5. Partial RoPE, head norms in some models; after a few dense layers experts chosen by sigmoid and a bias,
-    beside a shared expert. A block for multi-token prediction stands at the end."""
+    and a shared expert. The last layer is for multi-token prediction."""
 
     def experts(own: Keys) -> ExpertsConfig:
         size = own.integer("expert_feed_forward_length")

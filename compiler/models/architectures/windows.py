@@ -1,4 +1,4 @@
-"""Decoders in which some layers see only the last keys: a window or a chunk of them."""
+"""Decoders in which some layers attend to the last keys only: a window or a chunk of them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -49,8 +49,8 @@ def _layers(
     keys: Keys, pattern: int, mixer: Read, local: dict[str, Any] | None,
     block: Callable[[Keys], Block], **norms: Any,
 ) -> list[LayerConfig]:  # fmt: skip
-    """Of every `pattern` layers the last one has `mixer`, the others with the fields of `local`; None: all have
-    `mixer`."""
+    """The layers. The last one of every `pattern` layers has `mixer`, the others `mixer` with the fields of `local`;
+    local None: all have `mixer`."""
     count = read_layers(keys)
     windowed = local_layers(keys, count, pattern) if local else [False] * count
     return [
@@ -60,7 +60,7 @@ def _layers(
 
 
 def _window(keys: Keys) -> int:
-    """Keys that a layer with a window sees; 0: there are no such layers."""
+    """The window of layers that have one; 0: no layer has a window."""
     return keys.integer("attention.sliding_window", 0, minimum=0)
 
 
@@ -106,7 +106,7 @@ def gemma3(keys: Keys) -> ModelConfig:
 
 
 def _gemma_attention(keys: Keys, by_hidden: int, **variant) -> Read:
-    """by_hidden: layers of the model whose scores are scaled by the hidden size."""
+    """by_hidden: numbers of layers of models whose scores are scaled by the hidden size."""
     if read_layers(keys) == by_hidden:
         variant["scale"] = (keys.integer("embedding_length") / keys.integer("attention.head_count")) ** -0.5
     return partial(read_attention, **variant)
@@ -120,7 +120,8 @@ def _read_gemma(keys: Keys, pattern: int, mixer, local, softcap: float) -> Model
 
 
 def local_rotations(keys: Keys, layers: Sequence[LayerConfig], neox: bool, **variant) -> dict[str, RopeConfig]:
-    """LOCAL_ROPE, if layers use it: with a base of its own, unscaled. `variant`: as of `read_rope`."""
+    """{LOCAL_ROPE: its RoPE}, if layers use it: with a base of its own, without context extension. `variant`: see
+    `read_rope`."""
     base = keys.number("rope.freq_base_swa", 10000.0)
     return rotations(keys, layers, neox, LOCAL_ROPE, **({"scaled": False, "base": base} | variant))
 
@@ -137,8 +138,8 @@ def gpt_oss(keys: Keys) -> ModelConfig:
 
 @architecture("llama4")
 def llama4(keys: Keys) -> ModelConfig:
-    """Llama 4, text. Of four layers three have RoPE and see a chunk of keys, the last has a temperature; experts take
-    their input times its weight, beside a shared expert."""
+    """Llama 4, text. Three of four layers have RoPE and attend to a chunk of keys, the last one has a temperature. The
+    experts' input, instead of their output, is multiplied by the weight; there is a shared expert."""
     # heads are normalized after RoPE, without weights: rotations keep the norm, so before is the same
     local = {"chunk": CHUNK, "head_norms": keys.integer("expert_count") != MAVERICK, "norm_weights": False}
     every = {"rope": "", "temperature": TemperatureConfig(0.1, CHUNK, offset=1)}

@@ -1,4 +1,4 @@
-"""What a layer with attention to compressed keys is: its formula, its tensors, its states."""
+"""The configuration of a layer with attention to compressed keys: formula, tensors, states and caches."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from mlc_amd.schedules.operators.attention import PAGE, Attention
 
 Shape = tuple[int, ...]
 OVERLAPPING = 4  # the ratio whose blocks overlap, and have an indexer
-SIZE = 16  # numbers of a column's state, of which one counts: kernels take no fewer
-STEP = 32  # columns of a head of such states
+SIZE = 16  # numbers in a column's state; only one is used, but kernels need 16
+STEP = 32  # columns of a head of these states
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class CompressedConfig:
         return self.ratio == OVERLAPPING
 
     def columns(self, dim: int) -> int:
-        """Of the compressor of keys with `dim` columns."""
+        """The columns of the compressor of keys with `dim` columns."""
         return dim * (2 if self.overlapping else 1)
 
     def sums(self, dim: int) -> int:
-        """Columns of its running sums: of blocks with even numbers, of odd ones, and of all."""
+        """The columns of its running sums: of blocks with even numbers, of odd ones, and of all blocks."""
         return 2 * dim * (3 if self.overlapping else 1)
 
     def compressors(self) -> Iterator[tuple[str, int]]:
-        """(what its tensors' names begin with, columns of its keys)."""
+        """(beginning of its tensors' names, columns of its keys) of each compressor."""
         if self.ratio:
             yield "attn_compressor", self.head_dim
         if self.overlapping:
@@ -86,7 +86,7 @@ class CompressedConfig:
             yield True, "indexer.attn_q_b.weight", (self.index_heads * self.index_dim, self.query_rank)
 
     def chooses(self, ctx: int) -> bool:
-        """Whether rows see some blocks only, in sequences of up to ctx tokens."""
+        """Whether rows attend to some blocks only, in sequences of up to ctx tokens."""
         return self.overlapping and ctx // self.ratio > self.used
 
     def operator(self, ctx: int, m: int) -> CompressedAttention:
@@ -94,10 +94,11 @@ class CompressedConfig:
         return CompressedAttention(layer=layer, ratio=self.ratio, used=self.used if self.chooses(ctx) else 0, m=m)
 
     def chooser(self, ctx: int, m: int) -> SelectKeys:
-        """What chooses blocks, as positions at which they end. One more head and column keep other positions away."""
+        """The operator that chooses blocks, as the positions at which they end. It has one more head, and further
+        columns, which exclude all other positions."""
         return SelectKeys(heads=self.index_heads + 1, d=self.index_dim + SIZE, used=self.used, ctx=ctx, m=m)
 
     def caches(self, ctx: int) -> dict[str, Shape]:
-        """The shapes of what it keeps of positions, float16, by the beginnings of their names."""
+        """{beginning of the name: shape} of the float16 caches."""
         found = self.operator(ctx, 1).caches
         return found | ({"ik": (ctx // PAGE, PAGE, self.index_dim + SIZE)} if self.chooses(ctx) else {})
