@@ -173,7 +173,7 @@ class _Walker:
         if isinstance(value, relax.TupleGetItem):
             return self.value(value.tuple_value)[value.index]
         if isinstance(value, tvm.ir.GenericConst):
-            raise ValueError(f"a constant {value.ty} has no place in a plan: make it a weight, or use single numbers")
+            raise ValueError(f"a constant {value.ty} cannot be part of a plan: make it a weight, or use single numbers")
         if isinstance(value.op, tvm.ir.GlobalVar):
             self.launches.append({"kernel": value.op.name_hint, "args": [self.value(arg) for arg in value.args]})
             return None

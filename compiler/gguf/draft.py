@@ -54,7 +54,7 @@ class DraftFile:
         """For each token, the row of the draft's output with its logit, -1 for none: float32 [vocab]."""
         dtype = _INTEGERS.get(entry.gguf_type)
         if dtype is None or len(entry.shape) != 1:
-            raise UserError(f"{self.path}: tensor {entry.name} is no list of token numbers; convert the model again")
+            raise UserError(f"{self.path}: tensor {entry.name} is not a list of token numbers; convert the model again")
         data = self._file.read(entry.offset, entry.shape[0] * np.dtype(dtype).itemsize)
         tokens = np.frombuffer(data, dtype).astype(np.int64)
         if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab):

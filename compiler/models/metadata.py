@@ -216,8 +216,8 @@ def read_feed_forward(keys: Keys, act: str = "silu", **variant) -> FeedForwardCo
     """The dense block of a layer. `variant`: further fields of FeedForwardConfig."""
     if keys.integer("expert_count", 0, minimum=0):
         raise keys.error(
-            f"this is a mixture of experts ({keys.full('expert_count')} > 0), which is not known of {keys.prefix}; "
-            "use the dense model"
+            f"this is a mixture of experts ({keys.full('expert_count')} > 0), which is not supported for "
+            f"{keys.prefix}; use the dense model"
         )
     return dense(keys, act, **variant)
 

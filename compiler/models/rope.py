@@ -93,7 +93,7 @@ def rope_table(rope: RopeConfig, ctx: int, freq_factors: np.ndarray | None = Non
     if freq_factors is not None:
         factors = np.asarray(freq_factors, np.float64)
         if factors.shape != pairs.shape or not (np.isfinite(factors) & (factors != 0)).all():
-            raise UserError(f"rope_freqs.weight must hold {len(pairs)} numbers but 0; convert the model again")
+            raise UserError(f"rope_freqs.weight must hold {len(pairs)} numbers other than 0; convert the model again")
         frequency = frequency / factors
 
     magnitude = rope.attn_factor

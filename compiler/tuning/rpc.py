@@ -186,7 +186,7 @@ class Servers(Closing):
         elif what == "refused":
             self._refuse(server, message["why"], run)
         elif what == "lost" and not server.name:
-            raise NoServer(f"the process that would talk with a server does not start: {message['why']}")
+            raise NoServer(f"the process that connects to a server does not start: {message['why']}")
         elif what == "lost":
             self.say(f"server {server.name} is lost: {message['why']}")
             if part := self._busy.pop(server, None):

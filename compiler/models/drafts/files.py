@@ -59,7 +59,7 @@ def read_draft(metadata: dict[str, object], tensors: Collection[str], path: str)
     keys = Keys(metadata, tensors, path)
     keys.prefix = keys.string("general.architecture")
     if keys.prefix not in DRAFTS:
-        raise keys.error(f"architecture {shorten(keys.prefix)} is no draft that reads a model's rows")
+        raise keys.error(f"architecture {shorten(keys.prefix)} is not a draft that reads a model's rows")
     return DRAFTS[keys.prefix](keys)
 
 
@@ -88,7 +88,7 @@ def _draft(keys: Keys, layers: list[LayerConfig], ropes: dict[str, RopeConfig], 
 def _target_layers(keys: Keys) -> tuple[int, ...]:
     found = keys.metadata.get(keys.full("target_layers"))
     if not isinstance(found, list) or not found or not all(type(one) is int and 0 <= one < 1 << 16 for one in found):
-        raise keys.error(f"metadata key {keys.full('target_layers')} is no list of layers; convert the model again")
+        raise keys.error(f"metadata key {keys.full('target_layers')} is not a list of layers; convert the model again")
     if len(set(found)) < len(found):
         raise keys.error(f"{keys.full('target_layers')} names a layer twice; convert the model again")
     return tuple(found)
@@ -237,7 +237,9 @@ def joined(model: ModelConfig, draft: Draft) -> ModelConfig:
     if d.mask >= model.vocab:
         raise UserError(f"{d.file}: its mask token is {d.mask}, the model has {model.vocab} tokens")
     if not (d.embedding and d.head) and d.hidden != model.hidden:
-        raise UserError(f"{d.file}: it has no token_embd or output, and those of the model are of another width")
+        raise UserError(
+            f"{d.file}: it has no token_embd or output of its own, and those of the model have another width"
+        )
     ropes = {f"{PREFIX}{name}": _renamed(rope) for name, rope in draft.ropes.items()}
     layers = [_layer(model, draft, layer) for layer in draft.layers]
     kept = d.kept if d.own_keys else (count,)
