@@ -57,7 +57,7 @@ _ATTENTION = "attn_q", "attn_k", "attn_v"
 
 
 def _biases(*names: str) -> tuple[str, ...]:
-    """Of all layers."""
+    """The metadata that all layers need."""
     return tuple(f"blk.*.{name}.bias" for name in names)
 
 
@@ -66,7 +66,7 @@ def _experts(count: int, used: int, size: int) -> dict[str, object]:
 
 
 def _states(size: int, groups: int, heads: int, head_dim: int) -> dict[str, int]:
-    """Of state spaces and delta nets."""
+    """The metadata of state spaces and delta nets."""
     sizes = {"ssm.state_size": size, "ssm.group_count": groups, "ssm.conv_kernel": 4}
     return sizes | {"ssm.time_step_rank": heads, "ssm.inner_size": heads * head_dim}
 

@@ -36,33 +36,34 @@ LAGS = 32  # columns of the state of the last tokens; only as many are used as t
 
 @dataclass(frozen=True)
 class NgramConfig:
-    """Embeddings of the last tokens, added to the residual streams X_i (residuals/config.py) before a layer.
+    """Embeddings of the last tokens, which are added to the residual streams X_i (residuals/config.py) before a layer.
 
-    For each n from 2 to `size` and each of `heads`, a row of a table: that of the number offset + (xor over j < n of
-    multiplier_j * token_{p-j}) % size of that head. What is at or before a token `end`, but not the row's own, counts
-    as `end`, and so does what is before the sequence. E are all these rows side by side.
+    For each n from 2 to `size` and each of `heads` heads, a row of a table is read: row number offset + (xor over j < n
+    of multiplier_j * token_{p-j}) % (the head's entry of `sizes`). Tokens before the sequence count as `end`; and if
+    one of the tokens before the row's own is `end`, it and all tokens before it count as `end`. E are all these rows
+    side by side.
 
         s_i = norm_key(ple_key E)_i . norm_query(X)_i / sqrt(hidden)         g_i = sigmoid(sign(s_i) sqrt(|s_i|))
         V_i = g_i * ple_value E                         X_i += V_i + silu(conv(norm_conv(V)))_i
 
-    conv has `taps` numbers for each column, of every `size`th position. The norms are RMS norms of a stream each.
+    conv has `taps` weights for each column, for every `size`th position. Each norm is an RMS norm of each stream.
     """
 
     size: int
     heads: int
     dim: int  # columns of the table
-    rows: int
+    rows: int  # rows of the table
     taps: int
     streams: int
-    end: int
-    image: int  # token in the place of an image's rows
+    end: int  # id of a token
+    image: int  # id of the token that replaces an image's rows
     multipliers: tuple[int, ...]
-    offsets: tuple[int, ...]  # of each n's heads
-    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]  # for each n, of each head
+    sizes: tuple[int, ...]  # for each n, of each head
 
     @property
     def reach(self) -> int:
-        """Positions that conv sees."""
+        """The positions that conv reads."""
         return (self.taps - 1) * self.size + 1
 
     def states(self, hidden: int) -> dict[str, Shape]:
@@ -71,12 +72,12 @@ class NgramConfig:
 
 @dataclass(frozen=True)
 class DeltaNetConfig:
-    """A gated delta net (Qwen3-Next, Qwen3.5). qkv = silu(conv(attn_qkv h)): heads of q and k, each divided by its
-    length, and of v. Each value head has a matrix M; per row
+    """A gated delta net (Qwen3-Next, Qwen3.5). qkv = silu(conv(attn_qkv h)) has heads of q and k, each divided by its
+    length, and heads of v. Each value head has a matrix M; per row
 
         M *= exp(ssm_a * softplus(ssm_alpha h + ssm_dt)); M += k d^T, d = sigmoid(ssm_beta h) * (v - M^T k); y = M^T q
 
-    with q divided by sqrt(head_dim), and ssm_out (norm(y) * silu(attn_gate h)), a norm of each head.
+    with q divided by sqrt(head_dim). The result is ssm_out (norm(y) * silu(attn_gate h)), with a norm over each head.
     """
 
     key_heads: int  # heads of q and of k
@@ -85,23 +86,23 @@ class DeltaNetConfig:
     taps: int  # of the convolution
     grouped: bool = False  # value heads of one key head follow one another; False: key head = value head % key_heads
     merged_inputs: bool = False  # ssm_in holds, for each key head, the rows of q, k, v and of attn_gate
-    sigmoid: bool = False  # of the gate, instead of silu
+    sigmoid: bool = False  # the gate's function is sigmoid instead of silu
     ngrams: NgramConfig | None = None
     merged_gates: bool = False  # ssm_ba holds, for each key head, the rows of ssm_beta, then those of ssm_alpha
 
     @property
     def keys(self) -> int:
-        """Columns of all heads of k."""
+        """The columns of all heads of k."""
         return self.key_heads * self.head_dim
 
     @property
     def values(self) -> int:
-        """Columns of all heads of v."""
+        """The columns of all heads of v."""
         return self.value_heads * self.head_dim
 
     @property
     def channels(self) -> int:
-        """Columns of the convolution."""
+        """The columns of the convolution."""
         return 2 * self.keys + self.values
 
     def states(self, hidden: int) -> dict[str, Shape]:
@@ -114,27 +115,27 @@ class DeltaNetConfig:
 
 @dataclass(frozen=True)
 class ChannelDeltaConfig:
-    """A gated delta net whose states decay channel by channel (Kimi Linear). q, k and v = silu(conv(attn_q h)) and so
-    on: heads of q and k, each divided by its length. Each head has a matrix M; per row
+    """A gated delta net whose states decay channel by channel (Kimi Linear). q, k and v are silu(conv(attn_q h)) and so
+    on; each head of q and k is divided by its length. Each head has a matrix M; per row
 
-        M *= exp(ssm_a * softplus(ssm_f_b ssm_f_a h + ssm_dt)), a number of each row of M
+        M *= exp(ssm_a * softplus(ssm_f_b ssm_f_a h + ssm_dt)), one number for each row of M
         M += k d^T, d = sigmoid(ssm_beta h) * (v - M^T k); y = M^T q
 
-    with q divided by sqrt(head_dim), and attn_output (norm(y) * sigmoid(ssm_g_b ssm_g_a h)), a norm of each head. With
-    a bound M *= exp(bound * sigmoid(sign * ssm_a * (ssm_f_b ssm_f_a h + ssm_dt))).
+    with q divided by sqrt(head_dim). The result is attn_output (norm(y) * sigmoid(ssm_g_b ssm_g_a h)), with a norm over
+    each head. With a bound, M *= exp(bound * sigmoid(sign * ssm_a * (ssm_f_b ssm_f_a h + ssm_dt))).
     """
 
     heads: int
     head_dim: int  # columns of a head of q, k and v, and between ssm_f_a and ssm_f_b, ssm_g_a and ssm_g_b
     taps: int  # of the convolutions
-    bound: float = 0.0  # of the exponent of decays, negative; 0: there is none
+    bound: float = 0.0  # lower bound of the exponent of decays, negative; 0: no bound
     sign: float = 1.0  # -1: ssm_a is negative, and has one dimension
-    decays: tuple[str, ...] = ("ssm_f_a", "ssm_f_b")  # the matrices that make them of h, or the only one
-    gates: tuple[str, ...] = ("ssm_g_a", "ssm_g_b")
+    decays: tuple[str, ...] = ("ssm_f_a", "ssm_f_b")  # the one or two matrices from h to the decays
+    gates: tuple[str, ...] = ("ssm_g_a", "ssm_g_b")  # the one or two matrices from h to the gates
 
     @property
     def columns(self) -> int:
-        """Of all heads of q, of k and of v."""
+        """The columns of all heads of q; k and v have as many."""
         return self.heads * self.head_dim
 
     def states(self, hidden: int) -> dict[str, Shape]:
@@ -160,7 +161,7 @@ class Mamba2Config:
     heads: int  # divides inner
     groups: int  # divides heads
     taps: int  # of the convolution
-    norm_eps: float = 0.0  # of the norm; 0: there is none
+    norm_eps: float = 0.0  # epsilon of the norm; 0: no norm
 
     @property
     def head_dim(self) -> int:
@@ -181,21 +182,22 @@ class Mamba2Config:
 
 @dataclass(frozen=True)
 class MambaConfig:
-    """A selective state space whose steps, B and C are made of x (Mamba-1, PLaMo 2). [x, z] = ssm_in h, x = silu(conv
-    (x)), [t, B, C] = ssm_x x, each with a norm in some models; per row, with dt = softplus(ssm_dt t),
+    """A selective state space whose steps, B and C are computed from x (Mamba-1, PLaMo 2). [x, z] = ssm_in h, x =
+    silu(conv (x)), [t, B, C] = ssm_x x, each with a norm in some models; per row, with dt = softplus(ssm_dt t),
 
         S *= exp(ssm_a * dt); S += dt * x B^T; y = S C + ssm_d * x
 
-    and ssm_out (y * silu(z)). Each column of x has its dt and ssm_d, and with each of B its ssm_a; with `heads`, those
-    of a head share theirs, ssm_in has for each head the rows of z, then those of x, and ssm_x those of B, C, then t.
+    and the result is ssm_out (y * silu(z)). Each column of x has its own dt and ssm_d, and with each column of B its
+    own ssm_a. With `heads`, the columns of a head share these; then ssm_in has, for each head, the rows of z, then
+    those of x, and ssm_x has the rows of B, C, then t.
     """
 
     inner: int  # columns of x
     state: int  # columns of B and of C
     rank: int  # columns of t
     taps: int  # of the convolution
-    heads: int = 0  # 0: each column is alone
-    norms: str = ""  # of t, B and C: of NORMS how their weights' names end; "bare": there are no weights; "": no norms
+    heads: int = 0  # 0: columns share nothing
+    norms: str = ""  # norms of t, B and C: a key of NORMS (names of their weights); "bare": no weights; "": no norms
 
     def states(self, hidden: int) -> dict[str, Shape]:
         of = self.heads or 1
@@ -207,17 +209,17 @@ class MambaConfig:
 
 @dataclass(frozen=True)
 class LinearAttentionConfig:
-    """Attention without softmax, whose states decay (MiniMax 01). attn_qkv has, for each head, the rows of q, k and v,
-    of all of which SiLU is taken. Each head has a matrix S; per row
+    """Attention without softmax, whose states decay (MiniMax 01). silu(attn_qkv h) has, for each head, q, k and v. Each
+    head has a matrix S; per row
 
         S *= exp(-slope); S += v k^T; y = S q         slope = factor * start**(head + 1), start = 2**(-8 / heads)
 
-    and attn_output (norm(y) * sigmoid(attn_gate h)), attn_norm_2 of all columns.
+    and the result is attn_output (norm(y) * sigmoid(attn_gate h)), with the norm attn_norm_2 over all columns.
     """
 
     heads: int
     head_dim: int
-    factor: float  # of the layer
+    factor: float  # depends on the layer
 
     @property
     def columns(self) -> int:

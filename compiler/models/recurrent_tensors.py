@@ -17,7 +17,7 @@ from mlc_amd.compiler.models.recurrent_config import (
     ShortConvConfig,
 )
 
-BLOCK = 32  # kernels need a multiple of so many columns; the rows of a matrix before another one are its columns
+BLOCK = 32  # kernels need a multiple of this number of columns; also for rows that are columns of the next matrix
 Listed = Iterator[tuple[bool, str, Shape]]  # (whether the model has the tensor, name within the layer, shape)
 
 

@@ -98,8 +98,8 @@ def nemotron_h(keys: Keys) -> ModelConfig:
 
 @architecture("nemotron_h_moe", "dense", "experts", "shared", "states")
 def nemotron_h_moe(keys: Keys) -> ModelConfig:
-    """NVIDIA Nemotron 3 Nano and Super. As nemotron_h, with experts without gates in the place of dense blocks, beside
-    a shared one; in some models the experts get fewer columns."""
+    """NVIDIA Nemotron 3 Nano and Super. As nemotron_h, with experts without gates in the place of dense blocks, and a
+    shared one; in some models the experts get fewer columns."""
 
     def experts(own: Keys) -> Block:
         if not own.integer("expert_count", 0, minimum=0):
@@ -137,7 +137,7 @@ def _read_single(keys: Keys, block: Callable[[Keys], Block]) -> ModelConfig:
 @architecture("granitemoe")
 def granite(keys: Keys) -> ModelConfig:
     """IBM Granite 3 and 4. As llama, with factors on the embedding, the attention's scores, the outputs of the blocks
-    and the logits; in some models experts in every layer, beside a shared expert."""
+    and the logits; in some models experts in every layer, and a shared expert."""
     return _read_granite(keys, [read_attention(own, **_granite_attention(own)) for own in each_layer(keys)])
 
 
@@ -151,7 +151,7 @@ def minicpm(keys: Keys) -> ModelConfig:
 
 @architecture("granite_swa")
 def granite_swa(keys: Keys) -> ModelConfig:
-    """IBM Granite with sinks; some layers see a window of keys, some have no RoPE."""
+    """IBM Granite with sinks; some layers attend to a window of keys, some have no RoPE."""
     count, window = read_layers(keys), keys.integer("attention.sliding_window")
     local, rotated = (
         keys.flags("attention.sliding_window_pattern", count),
@@ -221,7 +221,7 @@ def qwen35(keys: Keys) -> ModelConfig:
 
 @architecture("qwen35moe", "experts", "shared", "states")
 def qwen35moe(keys: Keys) -> ModelConfig:
-    """Qwen 3.5 and later with experts beside a gated shared expert in every layer."""
+    """Qwen 3.5 and later with experts and a gated shared expert in every layer."""
     return _read_qwen(keys, qwen_experts)
 
 

@@ -315,7 +315,7 @@ def paddleocr(keys: Keys) -> ModelConfig:
 
 @architecture("ernie4_5-moe", ignored=("attn_output.bias",))
 def ernie4_5_moe(keys: Keys) -> ModelConfig:
-    """ERNIE 4.5 with experts in some layers after the leading dense ones, chosen by probability and a bias, beside a
+    """ERNIE 4.5 with experts in some layers after the leading dense ones, chosen by probability and a bias, and a
     shared expert."""
     step = keys.integer("interleave_moe_layer_step", 1)
     block = dense_then(keys, lambda own: _ernie_experts(own) if last_of(own, step) else dense(own))

@@ -66,8 +66,8 @@ def _window(keys: Keys) -> int:
 
 @architecture("cohere2", "dense")
 def cohere2(keys: Keys) -> ModelConfig:
-    """Command R7B. One layer norm for attention and feed-forward, which run in parallel; of four layers three see a
-    window of keys and have RoPE, the last has neither; scaled logits."""
+    """Command R7B. One layer norm for attention and feed-forward, which run in parallel; three of four layers attend to
+    a window of keys and have RoPE, the last has neither; scaled logits."""
     local = {"window": keys.integer("attention.sliding_window"), "rope": ROPE}
     layers = _layers(keys, 4, partial(read_attention, rope=""), local, read_feed_forward, **SHARED_NORM)
     ropes = rotations(keys, layers, neox=False)
@@ -76,8 +76,8 @@ def cohere2(keys: Keys) -> ModelConfig:
 
 @architecture("exaone4")
 def exaone4(keys: Keys) -> ModelConfig:
-    """EXAONE 4. Norms after the blocks only, and over each head of q and k. In the large model three of four layers see
-    a window of keys, and the fourth has no RoPE."""
+    """EXAONE 4. Norms after the blocks only, and over each head of q and k. In the large model three of four layers
+    attend to a window of keys, and the fourth has no RoPE."""
     mixer, local = partial(read_attention, head_norms=True), None
     if read_layers(keys) == EXAONE4_32B:
         local = {"window": keys.integer("attention.sliding_window"), "rope": ROPE}
@@ -89,7 +89,7 @@ def exaone4(keys: Keys) -> ModelConfig:
 @architecture("gemma2")
 def gemma2(keys: Keys) -> ModelConfig:
     """Gemma 2. RMS norms before and after each block, GELU gate, scaled embedding, softcaps on attention's scores and
-    on the logits; every other layer, the first included, sees a window of keys."""
+    on the logits; every other layer, the first included, attends to a window of keys."""
     mixer = _gemma_attention(keys, GEMMA2_27B, softcap=keys.number("attn_logit_softcapping", 50.0))
     local = {"window": keys.integer("attention.sliding_window", 4096)}
     return _read_gemma(keys, 2, mixer, local, keys.number("final_logit_softcapping", 30.0))
@@ -97,8 +97,8 @@ def gemma2(keys: Keys) -> ModelConfig:
 
 @architecture("gemma3")
 def gemma3(keys: Keys) -> ModelConfig:
-    """Gemma 3. As gemma2 with norms over the heads of q and k instead of softcaps; of six layers five see a window of
-    keys, with a RoPE of their own."""
+    """Gemma 3. As gemma2 with norms over the heads of q and k instead of softcaps; five of six layers attend to a
+    window of keys, with a RoPE of their own."""
     mixer, local = _gemma_attention(keys, GEMMA3_27B, head_norms=True, images=True), None
     if window := _window(keys):
         local = {"window": window, "rope": LOCAL_ROPE}
@@ -157,7 +157,7 @@ def llama4(keys: Keys) -> ModelConfig:
 @architecture("olmo2")
 def olmo2(keys: Keys) -> ModelConfig:
     """OLMo 2 and 3. Norms after the blocks only, RMS norms over all of q and all of k. In OLMo 3 three of four layers
-    see a window of keys, with an unscaled RoPE."""
+    attend to a window of keys, with an unscaled RoPE."""
     window = _window(keys)
     local = {"window": window, "rope": LOCAL_ROPE} if window else None
     layers = _layers(keys, 4, partial(read_attention, row_norms=True), local, read_feed_forward, **NORMS_AFTER)

@@ -14,28 +14,32 @@ STEP = 32  # columns of a head of these states
 
 @dataclass(frozen=True)
 class CompressedConfig:
-    """Attention to the last `window` keys, and to those that stand for blocks of `ratio` positions (DeepSeek V4).
+    """Attention to the last `window` keys, and to compressed keys, each of which stands for a block of `ratio`
+    positions (DeepSeek V4).
 
-        k = rope(norm(attn_kv h)), a head's key and value, which all heads share
-        q = rope(norm(attn_q_b norm(attn_q_a h))), of each head, whose norm has no weights
-        attn_output_b attn_output_a (rope back(attention)), attn_output_a with a matrix for each of `groups` of heads
+        k = rope(norm(attn_kv h)), the key and the value of all heads
+        q = rope(norm(attn_q_b norm(attn_q_a h))), where the outer norm is over each head, without weights
+        result = attn_output_b attn_output_a (rope back(attention)); attn_output_a has a matrix for each group of heads
 
-    A block's key is rope(norm(sum of w_i * (attn_compressor_kv h)_i)), with its first position's angles, over its
-    positions i, w_i, of each column, softmax over i of (attn_compressor_gate h)_i + ape_i, a row of a table by i's
-    place in the block. Blocks of OVERLAPPING positions have twice the columns: the first half's are those of the block
-    before, and count in the same softmax. There an indexer has keys of its own, which are made alike
-    (indexer_compressor); a row sees the `used` blocks with the largest sum over index heads of w * max(q . k, 0),
-    q = rope(indexer.attn_q_b norm(attn_q_a h)), w = indexer.proj h / sqrt(index heads * columns), if there are more.
-    A row sees the blocks that end at or before it. The last columns rotate.
+    The key of a block is rope(norm(sum over its positions i of w_i * (attn_compressor_kv h)_i)), rotated by its first
+    position. w_i is, for each column, the softmax over i of (attn_compressor_gate h)_i + ape_i; ape_i is a row of a
+    table, by the place of i in the block. Blocks of OVERLAPPING positions have twice the columns: the first half
+    belongs to the positions of the block before, which are in the same softmax.
+
+    Such blocks have an indexer with its own block keys, computed in the same way (indexer_compressor). If there are
+    more than `used` blocks, a row attends to the `used` blocks with the largest sum over index heads of w * max(q . k,
+    0), where q = rope(indexer.attn_q_b norm(attn_q_a h)) and w = indexer.proj h / sqrt(index heads * columns).
+
+    A row attends to blocks that end at or before it. The last columns of a head rotate.
     """
 
     heads: int
     head_dim: int
     window: int
     query_rank: int
-    groups: int  # of heads
+    groups: int  # number of groups of heads
     rank: int  # columns of a group between attn_output_a and attn_output_b
-    ratio: int  # 0: there are no blocks
+    ratio: int  # positions of a block; 0: no blocks
     index_heads: int = 0
     index_dim: int = 0
     used: int = 0

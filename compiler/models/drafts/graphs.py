@@ -15,8 +15,8 @@ dflash, of a row's x_a, x_b ..:
 
     keys and values of each layer = W_k g, W_v g; g = norm(fc [x_a | x_b ..])
 
-and of the block that begins with the first token that is not computed, with tokens `mask` after it: logits of each
-place = output norm(y), y = layers of the embedding, whose rows see the keys before and one another.
+and for the block, which begins with the first token that is not computed and continues with tokens `mask`:
+    logits of each place = output norm(y), y = layers of the embedding; rows attend to earlier keys and to each other
 
 llama.cpp computes them in the same way (src/models/eagle3.cpp, gemma4-assistant.cpp, dflash.cpp;
 common/speculative.cpp).

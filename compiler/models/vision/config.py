@@ -59,9 +59,9 @@ class VisionConfig:
     turns: Turns | None = None
     window: int = 0
     full: tuple[int, ...] = ()
-    inner: int = 0  # after so many layers, 2 x 2 of the merge x merge rows become one; 0: all are merged at the end
+    inner: int = 0  # number of layers after which 2 x 2 of merge x merge rows become one; 0: all are merged at the end
     convolved: bool = False  # rows become tokens by two convolutions, each of 3 x 3 rows with a stride of 2
-    by_column: bool = False  # tokens follow one another along columns
+    by_column: bool = False  # tokens are ordered column by column
     breaks: bool = False  # a learned row follows each row of tokens, except the last
     deepstack: tuple[int, ...] = ()  # layers whose projected outputs are added after the decoder's first layers
     attention: Literal["causal", "image"] = "causal"

@@ -5,7 +5,8 @@
     x = x + scale2 * norm(W_down (act(W_gate h) * W_up h))                    h = norm(x)     and gates where a file
     features = project(norm(x))                                                               has them
 
-Rows of an image see one another, or those of their window. What is there follows the names of the file's tensors.
+Rows attend to all rows of their image, or of their window. The names of the file's tensors determine which norms,
+scales and gates exist.
 """
 
 from __future__ import annotations
