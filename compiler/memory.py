@@ -9,7 +9,7 @@ import math
 
 from mlc_amd.compiler.models.config import ExpertsConfig, ModelConfig
 from mlc_amd.compiler.models.graph import table_columns
-from mlc_amd.compiler.weights import of_tensor
+from mlc_amd.compiler.weights import tensor_source
 from mlc_amd.runtime.artifact.io_names import DRAFTED, HIDDEN
 from mlc_amd.runtime.artifact.manifest import RANK, KvTensor
 from mlc_amd.runtime.artifact.memory import EXPERTS, Needs, nbytes
@@ -28,7 +28,7 @@ def needs(model, target, ctx: int) -> Needs:
     for name in model.tensors:
         if name in config.unused or RANK in name:  # RANK: a part that another GPU has
             continue
-        size = of_tensor(model, target, name).nbytes
+        size = tensor_source(model, target, name).nbytes
         weights += size
         if found := EXPERTS.match(name):
             experts[int(found[1])] += size

@@ -64,11 +64,11 @@ def lower(mod: tvm.IRModule, joins: Joins) -> tvm.IRModule:
     mod = tvm.transform.Sequential(passes)(mod)
     for gv, func in nodes.functions(mod).items():
         if isinstance(func, relax.Function):
-            mod.update_func(gv, _apart(func, joins))
+            mod.update_func(gv, _allocated_first(func, joins))
     return relax.transform.StaticPlanBlockMemory()(mod)
 
 
-def _apart(func: relax.Function, joins: Joins) -> relax.Function:
+def _allocated_first(func: relax.Function, joins: Joins) -> relax.Function:
     """Moves allocations before the first of two kernels that may be joined: then the second kernel's results share no
     memory with the first one's inputs."""
     body: Any = func.body
