@@ -64,11 +64,11 @@ def lower(mod: tvm.IRModule, joins: Joins) -> tvm.IRModule:
     mod = tvm.transform.Sequential(passes)(mod)
     for gv, func in nodes.functions(mod).items():
         if isinstance(func, relax.Function):
-            mod.update_func(gv, _apart(func, joins))
+            mod.update_func(gv, _allocated_first(func, joins))
     return relax.transform.StaticPlanBlockMemory()(mod)
 
 
-def _apart(func: relax.Function, joins: Joins) -> relax.Function:
+def _allocated_first(func: relax.Function, joins: Joins) -> relax.Function:
     """Moves allocations before the first of two kernels that may be joined: then the second kernel's results share no
     memory with the first one's inputs."""
     body: Any = func.body
@@ -173,7 +173,7 @@ class _Walker:
         if isinstance(value, relax.TupleGetItem):
             return self.value(value.tuple_value)[value.index]
         if isinstance(value, tvm.ir.GenericConst):
-            raise ValueError(f"a constant {value.ty} has no place in a plan: make it a weight, or use single numbers")
+            raise ValueError(f"a constant {value.ty} cannot be part of a plan: make it a weight, or use single numbers")
         if isinstance(value.op, tvm.ir.GlobalVar):
             self.launches.append({"kernel": value.op.name_hint, "args": [self.value(arg) for arg in value.args]})
             return None

@@ -81,11 +81,11 @@ def weight_sources(model, target, parameters, ctx: int) -> list[WeightSource]:
         elif name.startswith(ONES):
             found.append(WeightSource(name, "ones", (_vector_spec(name, int(name.removeprefix(ONES))),)))
         else:
-            found += (of_tensor(model, target, one) for one in parts_of(model, name))
+            found += (tensor_source(model, target, one) for one in parts_of(model, name))
     return found
 
 
-def of_tensor(model, target, name: str) -> WeightSource:
+def tensor_source(model, target, name: str) -> WeightSource:
     """The source for a tensor of the model: a vector (of all experts together), or a matrix with its planes."""
     tensor = model.tensors[name]
     if is_vector(name.partition(RANK)[0], tensor.shape):

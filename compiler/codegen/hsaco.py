@@ -148,7 +148,7 @@ def _metadata(data) -> dict | None:
             if note == NT_AMDGPU_METADATA and data[offset + 12 : offset + 18] == b"AMDGPU":
                 found = msgspec.msgpack.decode(data[body : body + size_])
                 if not isinstance(found, dict):
-                    raise ValueError("its metadata is no map")
+                    raise ValueError("its metadata is not a map")
                 return found
             offset = body + _align4(size_)
     return None

@@ -109,7 +109,7 @@ def check_lds(name, device, arch):
     if sum(sizes) > arch.lds:
         buffers = " + ".join(map(str, sizes))
         raise ValueError(
-            f"kernel {name} needs {sum(sizes)} bytes of LDS (buffers of {buffers}), {arch.name} gives a workgroup "
+            f"kernel {name} needs {sum(sizes)} bytes of LDS (buffers of {buffers}), a workgroup of {arch.name} has "
             f"{arch.lds}"
         )
 

@@ -30,7 +30,9 @@ class RocmTarget(GpuTarget):
     @staticmethod
     def here() -> str:
         if not (found := kfd_gpus()):
-            raise UserError("this machine shows no AMD GPU to compile for; name one with --arch, as gfx1100 or 7900xtx")
+            raise UserError(
+                "this machine shows no AMD GPU to compile for; name one with --arch, say gfx1100 or 7900xtx"
+            )
         return found[0]["arch"]
 
     def compile_for(self, arch, kernels, directory, lowered, workers):

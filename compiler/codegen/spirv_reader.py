@@ -127,7 +127,7 @@ def validate(code: bytes) -> None:
 def _tool(name: str, options: list[str], code: bytes) -> str:
     path = shutil.which(name)
     if path is None:
-        raise UserError(f"no {name} found to look into SPIR-V; install SPIRV-Tools (package spirv-tools)")
+        raise UserError(f"no {name} found to read SPIR-V; install SPIRV-Tools (package spirv-tools)")
     result = subprocess.run([path, *options], input=code, capture_output=True)
     if result.returncode:
         lines = result.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {result.returncode}"]

@@ -1,4 +1,4 @@
-"""GGUF files in, checked and typed models out: the compiler's only view of its input."""
+"""Reads GGUF files into checked, typed models. Other parts of the compiler do not read GGUF files themselves."""
 
 from mlc_amd.compiler.gguf.presets import PRESETS
 from mlc_amd.compiler.gguf.reader import GGUFModel, read_metadata

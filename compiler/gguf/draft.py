@@ -1,7 +1,8 @@
-"""Opens the file of a draft that reads rows of the model it guesses for.
+"""Opens the file of a draft that reads rows of the model for which it guesses.
 
 In: its path, and the configuration of that model. Out: `DraftFile`: the configuration of both together, and the draft's
-tensors by the names that the graph has for them, read on demand. Any defect is a `UserError` of one line.
+tensors under the names that the graph uses, read on demand. Raises a `UserError` of one line for any defect of the
+file.
 """
 
 from pathlib import Path
@@ -20,12 +21,12 @@ _INTEGERS = {int(gguf.GGMLQuantizationType.I32): np.int32, int(gguf.GGMLQuantiza
 
 
 def is_draft(path: str | Path) -> bool:
-    """Whether that GGUF file is of a draft that must be compiled with its model."""
+    """Whether the GGUF file holds a draft that must be compiled together with its model."""
     return read_metadata(path).get("general.architecture") in DRAFTS
 
 
 class DraftFile:
-    """See the module's docstring. `close` releases the file; blocks that were read stay valid."""
+    """An opened draft, see the module. `close` releases the file; blocks that were read stay valid."""
 
     def __init__(self, path: str | Path, model: ModelConfig):
         self.path = str(path)
@@ -50,10 +51,10 @@ class DraftFile:
             raise
 
     def _places(self, entry: TensorEntry, vocab: int) -> Tensor:
-        """Of each token the row of the draft's output that is its logit, -1 for none: float32 [vocab]."""
+        """For each token, the row of the draft's output with its logit, -1 for none: float32 [vocab]."""
         dtype = _INTEGERS.get(entry.gguf_type)
         if dtype is None or len(entry.shape) != 1:
-            raise UserError(f"{self.path}: tensor {entry.name} is no list of token numbers; convert the model again")
+            raise UserError(f"{self.path}: tensor {entry.name} is not a list of token numbers; convert the model again")
         data = self._file.read(entry.offset, entry.shape[0] * np.dtype(dtype).itemsize)
         tokens = np.frombuffer(data, dtype).astype(np.int64)
         if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab):
@@ -66,7 +67,7 @@ class DraftFile:
 
 
 def _named(name: str, first: int) -> str:
-    """The name, beside the tensors of a model with so many layers, of a draft's tensor."""
+    """The name of a draft's tensor among the tensors of a model with `first` layers."""
     kind, _, rest = name.partition(".")
     number, _, own = rest.partition(".")
     return f"blk.{first + int(number)}.{own}" if kind == "blk" and number.isdigit() else PREFIX + name

@@ -1,10 +1,11 @@
-"""What a file is that is no GGUF file, as far as its beginning says, and what helps: the usual mistakes."""
+"""Recognizes files that are not GGUF by their first bytes. In: these bytes. Out: a message that says what the file is,
+and what to do."""
 
 import re
 
 _CONVERT = "convert the folder of its checkpoint with llama.cpp's convert_hf_to_gguf.py"
 _TAKE = "`mlc-amd pull OWNER/REPO:QUANT` downloads a GGUF file from huggingface.co"
-# how a file begins: what it is; what to do
+# (pattern of the first bytes, what the file is, what to do)
 _KINDS = (
     (rb"version https://git-lfs", "is a Git LFS pointer, not the file itself", f"run `git lfs pull` there, or {_TAKE}"),
     (
@@ -24,7 +25,7 @@ _KINDS = (
 
 
 def problem(beginning: bytes) -> str:
-    """The fact and the advice, as one sentence without a subject."""
+    """What the file is and what to do, as a clause for a message."""
     for pattern, what, advice in _KINDS:
         if re.match(pattern, beginning, re.DOTALL):
             return f"this {what}; {advice}"

@@ -1,6 +1,6 @@
-"""The header of one GGUF file, parsed defensively: metadata and tensor directory.
+"""Parses the header of a GGUF file defensively: metadata and tensor directory.
 
-In: the bytes that a file begins with. Out: `Header`: metadata as plain Python values and the location of each tensor.
+In: the first bytes of a file. Out: `Header`: metadata as plain Python values, and the location of each tensor.
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
 
 `gguf.GGUFReader` is not used because it creates a NumPy view for every array element (7 s for a vocabulary of 150 000
@@ -59,8 +59,8 @@ class Header:
 
 
 def parse_header(data: memoryview, path: str) -> Header:
-    """The header at the start of `data`. UserError (with `path` in front) if it is not a valid header, or has no end
-    in there."""
+    """The header at the start of `data`. Raises UserError (beginning with `path`) if it is invalid, or does not end
+    within `data`."""
     cursor = _Cursor(data, path)
     if len(data) < 4 or cursor.u32("the magic number") != GGUF_MAGIC:
         raise UserError(f"{path}: {foreign.problem(bytes(data[:512]))}")
@@ -102,7 +102,7 @@ def parse_header(data: memoryview, path: str) -> Header:
 
 
 def _tensor_entry(cursor: "_Cursor") -> TensorEntry:
-    """The next directory entry; its offset still counts from the start of the tensor data."""
+    """The next entry of the tensor directory. Its offset counts from the start of the tensor data."""
     name = cursor.string("a tensor name", NAME_LIMIT)
     n_dims = cursor.u32(f"tensor {name!r}")
     if not 1 <= n_dims <= MAX_DIMENSIONS:
@@ -125,7 +125,7 @@ class _Cursor:
         raise UserError(f"{self.path}: {problem}; {FETCH_AGAIN}")
 
     def check_count(self, count: int, minimum: int, what: str) -> None:
-        """Fails when `count` items of at minimum `minimum` bytes each do not fit the remaining bytes."""
+        """Fails if `count` items of at least `minimum` bytes each do not fit into the remaining bytes."""
         if count * minimum > self.end - self.position:
             self.fail(f"the header announces {count} {what}, more than it can hold")
 
@@ -179,7 +179,7 @@ class _Cursor:
         return np.frombuffer(self.data, dtype, count, start).tolist()
 
     def _strings(self, count: int, what: str) -> list[str]:
-        # Dominates the time to open a file, so `string` is inlined.
+        # Most of the time to open a file is spent here, so `string` is inlined.
         self.check_count(count, 8, f"strings in {what}")
         data, end, position, unpack, strings = self.data, self.end, self.position, _U64.unpack_from, []
         try:

@@ -1,7 +1,7 @@
-"""Opens the file of an image encoder, an mmproj file of GGUF's architecture `clip`.
+"""Opens the file of an image encoder: an mmproj file of GGUF's architecture `clip`.
 
-In: its path. Out: `VisionFile`: metadata, `VisionConfig`, and the tensors as the graph takes them, read on demand. Any
-defect is a `UserError` of one line. Names and shapes of all tensors are compared when the graph takes them.
+In: its path. Out: `VisionFile`: metadata, `VisionConfig`, and the tensors for the graph, read on demand. Raises a
+`UserError` of one line for any defect. Names and shapes of tensors are checked when the graph uses them.
 """
 
 import math
@@ -16,12 +16,12 @@ from mlc_amd.compiler.models.vision.registry import read_vision
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.images.projectors import Preparation
 
-LISTED = 64  # entries of a list of the metadata that is kept
+LISTED = 64  # longest list in the metadata that is kept
 
 
 class VisionFile:
-    """See the module's docstring. `close` releases the file; blocks that were read stay valid. kept: metadata that
-    pictures are prepared by, for the manifest: keys `clip.*`, but for long lists."""
+    """An opened image encoder, see the module. `close` releases the file; blocks that were read stay valid. kept: the
+    metadata that are needed to prepare pictures, for the manifest: keys `clip.*`, without long lists."""
 
     def __init__(self, path: str | Path):
         self.path = str(path)
@@ -43,7 +43,7 @@ class VisionFile:
             raise
 
     def _checked(self) -> dict[str, object]:
-        """`kept`. UserError for values that pictures cannot be prepared by."""
+        """The metadata `kept`. Raises UserError for values with which pictures cannot be prepared."""
         kept = {
             key: value
             for key, value in self.metadata.items()
@@ -61,12 +61,14 @@ class VisionFile:
 
     @property
     def exact(self) -> bool:
-        """Whether matrices of its layers are float32: products of others round what they take to 16 bits or less."""
+        """Whether its layers have float32 matrices. Products with other matrices round their input to 16 bits or
+        less."""
         of_layers = (tensor for name, tensor in self.tensors.items() if name.startswith("v.blk."))
         return any(tensor.format == "f32" and len(tensor.shape) == 2 for tensor in of_layers)
 
     def check_used(self, used: set[str]) -> None:
-        """UserError for a tensor that the graph did not take: it belongs to a variant whose results would differ."""
+        """Raises UserError for a tensor that the graph did not use: the file holds a variant, whose results would be
+        wrong."""
         if extra := next((name for name in self.tensors if name not in used), None):
             raise UserError(
                 f"{self.path}: tensor {extra!r} is not part of the encoder of a {self.config.projector} projector as "

@@ -1,6 +1,6 @@
-"""Metadata that the user gives in place of a GGUF file's, as llama.cpp's --override-kv has it.
+"""Metadata from the user that replace a GGUF file's, like llama.cpp's --override-kv.
 
-In: texts KEY=TYPE:VALUE. Out: values by key; a `UsageError` says what is wrong with a text.
+In: texts KEY=TYPE:VALUE. Out: values by key. Raises a `UsageError` that says what is wrong with a text.
 """
 
 from collections.abc import Sequence

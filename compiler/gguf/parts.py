@@ -1,5 +1,5 @@
-"""The tensors that a graph takes instead of those of the file: parts of merged ones, with the biases and scales beside
-them, and the factors of experts.
+"""The tensors that a graph uses in place of the file's: parts of merged tensors with their biases and scales, tables
+that follow from the configuration, and factors of experts.
 
 In: a configuration and the tensors of a file by name. Out: `graph_tensors`.
 """
@@ -26,7 +26,7 @@ from mlc_amd.compiler.models.tensors import SCALE, Part, factor_names, merged_pa
 
 
 def graph_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with merged ones replaced by their parts, without unused ones."""
+    """The tensors for the graph, by name: merged tensors are replaced by their parts, and unused ones are left out."""
     unused = set(config.unused)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in unused}
     made = dict(tensors)
@@ -65,7 +65,7 @@ def graph_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[st
 
 
 def _decay(a: LinearAttentionConfig) -> np.ndarray:
-    """What the states of each head decay by in a step, as an exponent."""
+    """The exponent by which the states of each head decay in a step."""
     return (-a.factor * 2.0 ** (-8.0 / a.heads * np.arange(1, a.heads + 1))).astype(np.float32)
 
 
@@ -74,19 +74,19 @@ def _row(tensor: Tensor, i: int) -> np.ndarray:
 
 
 def _lags(n: NgramConfig) -> np.ndarray:
-    """Of a convolution that has in column j what was j positions before."""
+    """The weights of a convolution whose result has in column j the input of j positions before."""
     return np.eye(n.size, dtype=np.float32)[:, ::-1][np.arange(LAGS) % n.size].reshape(-1)
 
 
 def _products(n: NgramConfig, vocab: int, columns: int) -> np.ndarray:
-    """Of each token with each multiplier the limbs, the lowest first."""
+    """The limbs of the product of each token with each multiplier, the lowest limb first."""
     products = np.arange(vocab, dtype=np.uint64)[:, None] * np.array(n.multipliers, np.uint64)
     limbs = products[:, :, None] >> (np.arange(LIMBS, dtype=np.uint64) * np.uint64(BITS)) & np.uint64((1 << BITS) - 1)
     return np.pad(limbs.reshape(vocab, -1), ((0, 0), (0, columns - n.size * LIMBS))).astype(np.float32)
 
 
 def _taps(n: NgramConfig, kernel: Tensor) -> np.ndarray:
-    """The convolution's numbers with zeros for the positions between."""
+    """The convolution's weights, with zeros for the positions between."""
     found = np.zeros((kernel.shape[0], n.reach), np.float32)
     found[:, :: n.size] = kernel.dequantize().reshape(-1, n.taps)
     return found.reshape(-1)
@@ -103,7 +103,7 @@ def _part(part: Part, source: Tensor) -> Tensor:
 
 
 def _add_companions(part: Part, source: Tensor, tensors: Mapping[str, Tensor], made: dict[str, Tensor]) -> None:
-    """What stands beside the source stands beside its parts: the entries of a bias that belong to their rows."""
+    """Adds the scale and the bias of the source to a part: of the bias, the entries for the part's rows."""
     if not part.name.endswith("weight") or part.transposed:
         return
     own, of = part.name.removesuffix("weight"), part.source.removesuffix("weight")
@@ -120,7 +120,7 @@ def _entries(bias: Tensor, rows: np.ndarray) -> np.ndarray:
 
 
 def _rows(part: Part, source: Tensor) -> np.ndarray:
-    """The rows of the source that are the part's, of all matrices; -1 for zeros."""
+    """The numbers of the source's rows in the part, for all matrices; -1 for rows of zeros."""
     *stack, count, _ = part.shape
     groups = part.groups or (stack[0] if stack else 1)
     of_each = source.rows // groups
@@ -136,8 +136,8 @@ def _rows(part: Part, source: Tensor) -> np.ndarray:
 
 
 def _factors(block: str, experts: ExpertsConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Factors of each expert's input and output, which stand for the scales of its matrices: act(a G x) * (b U x) =
-    act(G a x) * (b / a) (U a x)."""
+    """Factors of each expert's input and output, which replace the scales of its matrices: act(a G x) * (b U x) = act(G
+    a x) * (b / a) (U a x)."""
     scales = {which: tensors.get(f"{block}ffn_{which}_exps.{SCALE}") for which in ("gate", "up", "down")}
     if not any(scales.values()):
         return {}

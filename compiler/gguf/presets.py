@@ -1,7 +1,4 @@
-"""Sizes of published models, and of tiny ones for tests, as GGUF metadata: what `synthetic` makes models of.
-
-Each is named after the model whose config.json it follows. llama3-1b has its own output matrix (Llama-3.2-1B is tied).
-"""
+"""Presets of `synthetic`: sizes of published models, and of tiny ones for tests, as GGUF metadata."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -60,7 +57,7 @@ _ATTENTION = "attn_q", "attn_k", "attn_v"
 
 
 def _biases(*names: str) -> tuple[str, ...]:
-    """Of all layers."""
+    """The metadata that all layers need."""
     return tuple(f"blk.*.{name}.bias" for name in names)
 
 
@@ -69,7 +66,7 @@ def _experts(count: int, used: int, size: int) -> dict[str, object]:
 
 
 def _states(size: int, groups: int, heads: int, head_dim: int) -> dict[str, int]:
-    """Of state spaces and delta nets."""
+    """The metadata of state spaces and delta nets."""
     sizes = {"ssm.state_size": size, "ssm.group_count": groups, "ssm.conv_kernel": 4}
     return sizes | {"ssm.time_step_rank": heads, "ssm.inner_size": heads * head_dim}
 

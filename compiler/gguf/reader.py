@@ -1,12 +1,12 @@
-"""Opens GGUF models: verified, read lazily.
+"""Opens GGUF models: checks the whole header, and reads weights on demand.
 
 In: the path of a GGUF file, or of any part of a split one (`name-00001-of-00003.gguf`). Out: `GGUFModel`: metadata,
 `ModelConfig`, and `Tensor`s whose blocks are read on demand. Any defect of the file is reported as a
 `UserError` of one line; an opened model has every tensor of its architecture, in the right shape and a supported
 format, within the file.
 
-The file is not mapped: the system ends a process that touches a mapped page which is no longer there, because the file
-became shorter or its disk failed. Reading copies at the speed of memory, several times that of repacking.
+The file is not mapped into memory: if it became shorter or its disk failed, the system would end the process at the
+first access to a missing page. Reading instead copies at the speed of memory, which is several times that of repacking.
 """
 
 import math
@@ -34,26 +34,26 @@ from mlc_amd.schedules.formats import FORMATS, by_gguf_type
 
 NONE: Mapping[str, object] = MappingProxyType({})
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)  # llama.cpp's LLAMA_SPLIT_PREFIX format
-_GUESSED = 1024  # a bit of general.file_type: whoever wrote the file was not sure
-_HEADER_READS = (1 << 20, 1 << 23, HEADER_LIMIT)  # bytes; vocabularies of small models fit the first
+_GUESSED = 1024  # a bit of general.file_type: the program that wrote the file had guessed the type
+_HEADER_READS = (1 << 20, 1 << 23, HEADER_LIMIT)  # bytes read in turn until the header fits; small models fit the first
 
 
 def _plain(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Without dimensions of 1, which programs that write files keep or leave out."""
+    """The shape without dimensions of 1, which some programs write and others leave out."""
     return tuple(size for size in shape if size != 1)
 
 
 def check_tensors(config: ModelConfig, tensors: dict[str, Any], path: str) -> None:
-    """UserError (with `path` in front) unless `tensors` are those of `expected_tensors`, `optional` ones beside them
-    and unused ones, vectors as floats. An additional tensor is an error, too, as in llama.cpp: it belongs to a variant
-    whose results would be wrong without it. Tensors get the dimensions of 1 that are expected."""
+    """Raises UserError (beginning with `path`) unless `tensors` are those of `expected_tensors`, with `optional` and
+    unused ones in addition, and vectors are floats. Other tensors are an error too, as in llama.cpp: they belong to a
+    variant, whose results would be wrong without them. Tensors get the expected dimensions of 1."""
     check_expected(dict(expected_tensors(config)), set(config.unused), tensors, path, config.architecture)
 
 
 def check_expected(
     expected: Mapping[str, tuple[int, ...]], unused: set[str], tensors: dict[str, Any], path: str, architecture: str
 ) -> None:
-    """`check_tensors` for these names and shapes."""
+    """`check_tensors`, for these names and shapes."""
     known = set(unused)
     for name, shape in expected.items():
         if name not in tensors:
@@ -90,17 +90,16 @@ def _check_tensor(tensors: dict[str, Any], name: str, shape: tuple[int, ...], pa
 class GGUFModel(Closing):
     """A model ready to be compiled. A context manager; `close` (or leaving it) releases the file.
 
-    path: what was opened, for messages; a synthetic model's spec. files: all parts of it; none for a synthetic model.
+    path: the path that was opened, for messages; for a synthetic model its spec. files: all parts; none if synthetic.
     metadata: GGUF keys as plain Python values (of the first part of a split file).
-    stored: the file's tensors by name, in its order. tensors: those that the graph refers to, the same but for merged
-    ones, and those of the image encoder and of a draft. config: the typed hyperparameters. vision: the encoder's
-    VisionFile, if there is one; draft: the DraftFile. gpus, joins, sums: of a model that is not divided
-    (models/shards.py)."""
+    stored: the file's tensors by name, in file order. tensors: the tensors for the graph, in which parts replace merged
+    ones, with those of the image encoder and of a draft. config: the typed hyperparameters. vision: the encoder's
+    VisionFile or None; draft: the DraftFile or None. gpus, joins, sums: see `Model`; the model is not divided."""
 
     gpus = 1
     joins: frozenset[str] = frozenset()
     sums: frozenset[str] = frozenset()
-    features = 0  # columns of a row of an image
+    features = 0  # columns of the encoder's result for a row of an image
 
     def __init__(
         self,
@@ -118,8 +117,8 @@ class GGUFModel(Closing):
 
     @classmethod
     def open(cls, path: str | Path, pooling: str = "", overrides: Mapping[str, object] = NONE) -> "GGUFModel":
-        """Opens the file (all parts of a split one) and checks it. pooling: of `read_config`. overrides: metadata in
-        place of the file's. UserError for anything that cannot be compiled."""
+        """Opens and checks the file (all parts of a split one). pooling: see `read_config`. overrides: metadata that
+        replace the file's. Raises UserError for anything that cannot be compiled."""
         files = _open_parts(str(path))
         entries = [(file, entry) for file in files for entry in file.header.tensors]
         if not entries:
@@ -139,13 +138,13 @@ class GGUFModel(Closing):
         return model
 
     def add_vision(self, vision) -> None:
-        """Gives the model an image encoder, a VisionFile, which is closed with it."""
+        """Adds an image encoder, a VisionFile. The model closes it."""
         self.vision, self.files = vision, (*self.files, Path(vision.path))
         self.features = self.config.hidden * (1 + len(vision.config.deepstack))
         self.tensors = {**self.tensors, **vision.tensors}
 
     def add_draft(self, draft) -> None:
-        """Gives the model a draft, a DraftFile for its configuration, which is closed with it."""
+        """Adds a draft, a DraftFile that was opened for this model's configuration. The model closes it."""
         unused = tuple(f"blk.{i}." for i in range(len(self.config.decoder_layers), len(self.config.layers)))
         own = {name: tensor for name, tensor in self.tensors.items() if not name.startswith(unused)}
         self.draft, self.files, self.config = draft, (*self.files, Path(draft.path)), draft.config
@@ -153,31 +152,32 @@ class GGUFModel(Closing):
 
     @property
     def size(self) -> int:
-        """Bytes of all parts; 0 of a synthetic model."""
+        """The bytes of all parts; 0 for a synthetic model."""
         return sum(file.size for file in self._opened)
 
     def close(self) -> None:
-        """Releases the file. Blocks that were read stay valid; reading more raises ValueError. May be called again."""
+        """Releases the files. Blocks that were read stay valid; reading more raises ValueError. May be called several
+        times."""
         for file in (*self._opened, *filter(None, (self.vision, self.draft))):
             file.close()
 
     def check_unchanged(self) -> None:
-        """UserError if somebody has written to the file since it was opened."""
+        """Raises UserError if a file was changed after it was opened."""
         for file in (*self._opened, *filter(None, (self.vision, self.draft))):
             file.check_unchanged()
 
 
 def read_metadata(path: str | Path) -> dict[str, object]:
-    """The metadata alone, of any valid GGUF file (vocabulary-only, unsupported architecture): plain Python values by
-    key."""
+    """The metadata of any valid GGUF file (also vocabulary-only files and unsupported architectures): plain Python
+    values by key."""
     file = _File(str(path))
     file.close()
     return file.header.metadata
 
 
 def quantization(metadata: Mapping[str, object], totals: Mapping[str, Any]) -> str:
-    """As files of that kind are called, such as Q4_K_M; where the file does not say, by what most of its bytes are.
-    totals: "bytes" by tensor type."""
+    """The name of the file's quantization, such as Q4_K_M. If the metadata do not say: the tensor type with the most
+    bytes. totals: {tensor type: {"bytes"}}."""
     kind = metadata.get("general.file_type")
     if isinstance(kind, int) and not isinstance(kind, bool) and kind & ~_GUESSED in set(gguf.LlamaFileType):
         return gguf.LlamaFileType(kind & ~_GUESSED).name.removeprefix("MOSTLY_").removeprefix("ALL_")
@@ -189,8 +189,8 @@ def quantization(metadata: Mapping[str, object], totals: Mapping[str, Any]) -> s
 
 
 def read_header(path: str | Path) -> tuple[dict[str, object], list[TensorEntry], int]:
-    """The metadata, the tensor directory and the bytes of any valid GGUF file, of all parts of a split one, whatever
-    its architecture."""
+    """(metadata, tensor directory, bytes) of any valid GGUF file, of all parts of a split one, whatever its
+    architecture."""
     files = _open_parts(str(path))
     for file in files:
         file.close()
@@ -199,7 +199,7 @@ def read_header(path: str | Path) -> tuple[dict[str, object], list[TensorEntry],
 
 
 def open_file(path: str) -> "_File":
-    """One file and its header, whatever its architecture."""
+    """An open file with its header, whatever its architecture."""
     return _File(path)
 
 
@@ -219,8 +219,8 @@ class _File:
             raise UserError(f"{self.path}: the file changed while it was read; wait until it is complete")
 
     def _parse(self) -> Header:
-        """The header, for which only the beginning of the file is read: a little at first, all that a header may take
-        if it has no end there."""
+        """The header. Only the beginning of the file is read: first a little, then more if the header does not end
+        there."""
         for length in _HEADER_READS:
             data = self.read(0, min(length, self.size))
             try:
@@ -231,13 +231,13 @@ class _File:
         raise AssertionError("the last length is the limit")
 
     def read(self, start: int, count: int) -> bytes:
-        """These bytes. UserError if the file has become shorter, or cannot be read."""
+        """`count` bytes from `start` on. Raises UserError if the file has become shorter, or cannot be read."""
         if not self.close.alive:
             raise ValueError(f"{self.path} is closed")
         try:
             data = os.pread(self._file, count, start)
             while len(data) < count and (more := os.pread(self._file, count - len(data), start + len(data))):
-                data += more  # Linux reads 2 GiB at once
+                data += more  # Linux reads at most 2 GiB in a call
         except OSError as error:
             raise _cannot_read(self.path, error) from None
         if len(data) < count:
@@ -248,9 +248,9 @@ class _File:
         return data
 
     def tensor(self, entry: TensorEntry, flat: bool = False) -> Tensor:
-        """That tensor, after checking that its type is supported and its blocks lie inside the file. flat: as a matrix,
-        whatever dimensions a row has."""
-        # read as float32, of as many bytes
+        """The tensor of a directory entry. Raises UserError if its type is not supported, or its blocks are not inside
+        the file. flat: as a matrix, also if a row has several dimensions."""
+        # Tables of experts are int32; `_rows` converts them to float32, which has as many bytes.
         integers = entry.gguf_type == gguf.GGMLQuantizationType.I32 and entry.name.endswith(EXPERT_TABLE)
         supported = FORMATS["f32"] if integers else by_gguf_type(entry.gguf_type)
         if supported is None:
@@ -307,7 +307,7 @@ class _File:
 
 
 def _open(path: str) -> int:
-    """The file's descriptor, for reading."""
+    """The file's descriptor, for reading. Raises UserError if it is not a readable file."""
     try:
         status = Path(path).stat()
         if stat.S_ISDIR(status.st_mode):
@@ -332,7 +332,7 @@ def _cannot_read(path: str, error: OSError) -> UserError:
 
 
 def _open_parts(path: str) -> list[_File]:
-    """The file, or all parts of the split model it belongs to, first part first."""
+    """The file, or all parts of the split model to which it belongs, in order."""
     file = _File(path)
     count = file.header.metadata.get("split.count", 1)
     if not isinstance(count, int) or count <= 1:

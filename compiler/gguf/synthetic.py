@@ -1,9 +1,9 @@
 """Models of real shapes with random weights, for tests and benchmarks without downloads.
 
-In: a spec `preset:format`, say `llama3-8b:q4_0`. Out: a `GGUFModel` like one opened from a file. Matrices have that
-format, vectors are f32. Weights are generated on demand and not stored; they depend on (spec, seed) only, not on how
-they are sliced. Activations stay finite: matrices ~ N(0, 1/columns), norms near 1. The tokenizer is real (byte-level
-BPE with the ChatML tokens), so chat works, but the output is noise.
+In: a spec `preset:format`, such as `llama3-8b:q4_0`. Out: a `GGUFModel` like one that was opened from a file. Matrices
+have the given format; vectors are f32. Weights are generated on demand and not stored; they depend on (spec, seed)
+only, not on the order in which rows are read. Activations stay finite: matrices ~ N(0, 1/columns), norms near 1. The
+tokenizer is real (byte-level BPE with the ChatML tokens), so chat works, but answers are noise.
 """
 
 import itertools
@@ -35,12 +35,12 @@ SCALE_FIELDS = {name: {0: 1.0} for name in FIRST} | {
     "q2_k": {80: 1.0, 82: 1.5}, "q3_k": {108: 1.0}, "q6_k": {208: 1.0}, "tq1_0": {52: 1.0}, "tq2_0": {64: 1.0},
 }  # fmt: skip
 SPREAD_SCALE = {"iq1_m": 48}  # byte offset of four uint16, whose top nibbles are one float16
-# Bytes at the beginning of a block that are its scales: how many, and the numbers that they stand for, ascending
+# Formats whose blocks begin with scales of one byte: (number of these bytes, the values of a byte, ascending)
 _BYTE_SCALES = {
     "mxfp4": (1, gguf.quants.MXFP4.e8m0_to_fp32_half(np.arange(0xFF, dtype=np.uint8)).tolist()),
     "nvfp4": (4, gguf.quants.NVFP4.ue4m3_to_fp32(np.arange(0x7F, dtype=np.uint8)).tolist()),
 }
-# For rows that are not whole blocks of 256 columns: llama-quantize's choice (src/llama-quant.cpp).
+# The formats for rows that are not whole blocks of 256 columns, as in llama-quantize (src/llama-quant.cpp).
 FALLBACKS = {"q2_k": "iq4_nl", "q3_k": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0", "iq4_xs": "iq4_nl"}
 _EXACT = EXPERT_TABLE, "ffn_gate_inp.weight", "token_types.weight", "position_embd.weight"
 _TOKENS = "tokenizer.ggml.tokens"
@@ -59,15 +59,16 @@ def synthetic(
     tensors: Collection[str] = (),
     pooling: str = "",
 ) -> GGUFModel:
-    """The model of that spec, `preset:format`. UserError for an unknown preset or format, naming the known ones.
+    """The model of the spec `preset:format`. Raises UserError, which lists the known names, for an unknown preset or
+    format.
 
-    A matrix whose rows are not whole blocks of the format has FALLBACKS' instead, as llama-quantize does it. In a
-    mixture of experts mxfp4 is the format of these; all other matrices are then q8_0, as in the published files.
+    A matrix whose rows are not whole blocks of the format has a format of FALLBACKS, as in llama-quantize. In a mixture
+    of experts, mxfp4 only applies to the experts; other matrices are q8_0, as in published files.
 
-    keys: metadata instead of the preset's or besides it, the architecture in front or not; "general.architecture"
-    makes a model of another architecture with the preset's sizes, "tokenizer.ggml.tokens" and what belongs to them give
-    it another tokenizer. tensors: names of optional ones besides those of the preset's architecture, * for a layer's
-    number. pooling: of `read_config`.
+    keys: metadata that are added or replace the preset's, with or without the architecture as a prefix.
+    "general.architecture" makes a model of another architecture with the preset's sizes; "tokenizer.ggml.tokens" and
+    related keys give it another tokenizer. tensors: names of optional tensors, in addition to those of the preset's
+    architecture; * stands for a layer's number. pooling: see `read_config`.
     """
     name, _, format = spec.partition(":")
     if name not in PRESETS:
@@ -99,12 +100,12 @@ def synthetic(
 
 
 def _experts_of_tokens(e: ExpertsConfig, seed: int) -> np.ndarray:
-    """float32 [tokens, used], different ones for each."""
+    """The experts of each token, float32 [tokens, used]; a token has different experts."""
     return np.argsort(np.random.default_rng(seed).random((e.table, e.count)), 1)[:, : e.used].astype(np.float32)
 
 
 def _of_layers(names: Collection[str], metadata: Mapping[str, object]) -> set[str]:
-    """The names with the numbers of all layers in the place of *."""
+    """The names, in which * is replaced by the number of each layer."""
     layers = int(str(metadata[f"{metadata['general.architecture']}.block_count"]))
     return {name.replace("*", str(i)) for name in names for i in range(layers)}
 
@@ -130,14 +131,14 @@ def _metadata(name: str, preset: Preset, keys: Mapping[str, object]) -> dict[str
 
 
 def _tokenizer(vocab: int) -> dict[str, object]:
-    # The names that byte-level BPE has for the 256 bytes, by way of GPT-2's table: printable ones are themselves.
+    # Byte-level BPE's names of the 256 bytes, as in GPT-2's table: printable bytes stand for themselves.
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [b for b in range(256) if b not in printable]
     tokens = [chr(b) for b in printable] + [chr(256 + i) for i in range(len(others))]
     merges = [("Ġ", "t"), ("h", "e"), ("i", "n"), ("Ġ", "a")]
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokens += [left + right for left, right in merges]
-    # words of four letters: masks of grammars cost what they do with words, not with as many numbers
+    # Words of four letters, so that masks of grammars cost as much as with real vocabularies.
     words = map("".join, itertools.product("Ġ", *[string.ascii_lowercase] * 4))
     tokens += [*itertools.islice(words, vocab - len(tokens) - len(special)), *special]
     normal, control = int(gguf.TokenType.NORMAL), int(gguf.TokenType.CONTROL)
@@ -169,8 +170,8 @@ def _tensor(name: str, format: str, dims: tuple[int, ...], preset: Preset, seed:
     def fetch(start: int, stop: int) -> np.ndarray:
         rows = np.empty((stop - start, size), np.uint8)
         for first in range(start - start % group, stop, group):
-            # Always the whole group (but for the matrix's end), so that a row does not depend on what is read with
-            # it.
+            # Always draws the whole group (or up to the matrix's end), so that a row does not depend on which rows are
+            # read together.
             drawn = _rows(
                 format,
                 min(group, rows_in_all - first),
@@ -179,7 +180,7 @@ def _tensor(name: str, format: str, dims: tuple[int, ...], preset: Preset, seed:
             )
             begin, end = max(first, start), min(first + group, stop)
             rows[begin - start : end - start] = drawn[begin - first : end - first]
-        rows.flags.writeable = False  # as a file's blocks are
+        rows.flags.writeable = False  # like blocks of a file
         return rows
 
     return Tensor(name, format, dims, fetch)
@@ -204,7 +205,7 @@ def _vector(name: str, columns: int, preset: Preset, rng: np.random.Generator) -
 
 
 def _rows(format: str, rows: int, columns: int, rng: np.random.Generator) -> np.ndarray:
-    """uint8 [rows, row_bytes]: weights with mean 0 and standard deviation 1/sqrt(columns)."""
+    """Rows of blocks, uint8 [rows, row_bytes]: weights with mean 0 and standard deviation 1/sqrt(columns)."""
     deviation = columns**-0.5
     if FORMATS[format].kind == "float":
         values = rng.standard_normal((rows, columns), np.float32) * np.float32(deviation)
@@ -219,7 +220,7 @@ def _rows(format: str, rows: int, columns: int, rng: np.random.Generator) -> np.
         low, share = either(values, scale)
         blocks[:, :number] = low + (rng.random((count, number), np.float32) < share)
         return blocks.reshape(rows, -1)
-    # Scales vary by a quarter around what yields the deviation; their random sign takes out the mean of the codes.
+    # Scales vary by a quarter around the one that yields the deviation. Their random signs make the mean 0.
     vary = rng.random(count, np.float32) - np.float32(0.5)
     _set_scales(format, blocks, np.copysign(0.75 + np.abs(vary), vary) * np.float32(scale))
     return blocks.reshape(rows, -1)
@@ -237,7 +238,7 @@ def _set_scales(format: str, blocks: np.ndarray, scales: np.ndarray) -> None:
 
 @lru_cache
 def _unit_deviation(format: str) -> float:
-    """Root mean square of the weights in random blocks of scale 1."""
+    """The root mean square of the weights in random blocks of scale 1."""
     blocks = np.random.default_rng(0).integers(0, 256, (4096, FORMATS[format].block_bytes), np.uint8)
     if format in _BYTE_SCALES:
         number, values = _BYTE_SCALES[format]

@@ -1,7 +1,7 @@
-"""One weight of a GGUF file, as blocks that are fetched on demand, and the tensors that are made of others' rows.
+"""A weight of a GGUF file, whose blocks are read on demand, and weights that are made of the rows of others.
 
-In: a function that returns rows of blocks. Out: `Tensor`, and what the graph takes instead of what the file has: parts,
-stacks transposed, rows and columns filled with zeros.
+In: a function that returns rows of blocks. Out: `Tensor`, with methods for the tensors that graphs use in place of the
+file's: parts, transposed stacks, and rows and columns of zeros at the end.
 """
 
 import math
@@ -22,16 +22,18 @@ def row_bytes(format: str, columns: int) -> int:
 
 
 def _matrices(start: int, stop: int, rows: int) -> Iterator[tuple[int, int, int]]:
-    """(number, first row, end) of each matrix of so many rows that the rows start .. stop of a stack are of."""
+    """(number of the matrix, its first row, end) for each matrix that the rows start .. stop of a stack touch. rows: of
+    a matrix."""
     for index in range(start // rows, -(-stop // rows)):
         yield index, max(start - index * rows, 0), min(stop - index * rows, rows)
 
 
 class Tensor:
-    """One weight, a vector, a matrix or a stack of matrices, as GGUF blocks that are read on demand.
+    """A vector, a matrix or a stack of matrices, as GGUF blocks that are read on demand.
 
-    `shape` is (columns,), (rows, columns) or (matrices, rows, columns) in numpy order. Rows are counted through all
-    matrices; a vector is one row. A row is a whole number of blocks."""
+    `shape` is (columns,), (rows, columns) or (matrices, rows, columns), in numpy order. Rows are numbered through all
+    matrices; a vector is one row. A row is a whole number of blocks.
+    """
 
     def __init__(self, name: str, format: str, shape: tuple[int, ...], fetch: Callable[[int, int], np.ndarray]):
         self.name, self.format, self.shape, self._fetch = name, format, shape, fetch
@@ -52,15 +54,15 @@ class Tensor:
         return self.rows * self.row_bytes
 
     def blocks(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Rows start..stop as they are in the file: uint8 [stop - start, row_bytes], read-only."""
+        """Rows start..stop, as they are in the file: uint8 [stop - start, row_bytes], read-only."""
         stop = self.rows if stop is None else stop
         if not 0 <= start <= stop <= self.rows:
             raise IndexError(f"rows {start}..{stop} of {self!r}")
         return self._fetch(start, stop)
 
     def part(self, name: str, first: int, shape: tuple[int, ...]) -> "Tensor":
-        """A tensor of that shape made of this one's rows: of those from `first` on of each matrix, or of all of them
-        if only the shape differs. ValueError if the shape does not fit."""
+        """A tensor of this shape, made of the rows of each matrix from `first` on; or of all rows, if only the shape
+        differs. Raises ValueError if the shape does not fit."""
         stacked = len(shape) == 3
         of_each, count = (shape[1], shape[0]) if stacked else (math.prod(shape[:-1]), 1)
         matrix = self.rows // count
@@ -79,7 +81,7 @@ class Tensor:
         return Tensor(name, self.format, shape, fetch)
 
     def reshaped(self, shape: tuple[int, ...]) -> "Tensor":
-        """The same numbers in another shape. ValueError if these are of blocks that would not stay rows."""
+        """The same numbers in another shape. Raises ValueError if the columns change and the format has blocks."""
         if shape[-1:] == self.shape[-1:]:
             return Tensor(self.name, self.format, shape, self._fetch)
         if FORMATS[self.format].kind != "float":
@@ -87,8 +89,8 @@ class Tensor:
         return Tensor.made(self.name, shape, self.dequantize)
 
     def transposed(self, name: str, first: int, shape: tuple[int, ...]) -> "Tensor":
-        """A stack of that shape: of each matrix of this tensor's rows the rows from `first` on, transposed. Blocks of
-        columns cannot become rows: float formats stay, the weights of others become f16."""
+        """A stack of this shape: the rows of each matrix from `first` on, transposed. Blocks of columns cannot become
+        rows: float formats are kept, other formats become f16."""
         count, columns, rows = shape
         matrix = self.rows // count
         float_format = FORMATS[self.format].kind == "float"
@@ -108,8 +110,9 @@ class Tensor:
         return Tensor(name, self.format if float_format else "f16", shape, fetch)
 
     def pieces(self, name: str, shape: tuple[int, ...], groups: int, pieces: Sequence[tuple[int, int]]) -> "Tensor":
-        """A matrix of that shape made of this one's rows, which are so many groups alike: one piece after the other,
-        the rows first .. first + count of each group. ValueError if the shape does not fit."""
+        """A matrix of this shape, made of this tensor's rows, which are `groups` equal groups: for each piece (first,
+        count), the rows first .. first + count - 1 of all groups, then those of the next piece. Raises ValueError if
+        the shape does not fit."""
         size = self.rows // groups
         found = self.some_rows(name, [(at * size + first, count) for first, count in pieces for at in range(groups)])
         if shape != found.shape:
@@ -117,8 +120,8 @@ class Tensor:
         return found
 
     def some_rows(self, name: str, ranges: Ranges, whole: int = 0) -> "Tensor":
-        """The rows (first, count) of each matrix, one range after the other, then zeros up to `whole` rows; of a
-        vector, its entries. Blocks are copies."""
+        """The rows (first, count) of each matrix, one range after the other, then zeros up to `whole` rows. For a
+        vector: its entries. Blocks are copies."""
         if len(self.shape) == 1:
             return self.some_columns(name, ranges, whole)
         stacked, matrix = len(self.shape) == 3, self.shape[-2]
@@ -140,8 +143,8 @@ class Tensor:
         return Tensor(name, self.format, (*self.shape[:1] * stacked, whole, self.shape[-1]), fetch)
 
     def some_columns(self, name: str, ranges: Ranges, whole: int = 0) -> "Tensor":
-        """The columns (first, count) of each row, one range after the other, then zeros up to `whole`. ValueError for
-        a part of a block. (In a block of any format zeros are zeros.)"""
+        """The columns (first, count) of each row, one range after the other, then zeros up to `whole`. Raises
+        ValueError if a range divides a block. (In every format, a block of zero bytes decodes to zeros.)"""
         count = sum(count for _, count in ranges)
         whole = max(whole, count)
         block = FORMATS[self.format].block
@@ -167,14 +170,15 @@ class Tensor:
         return flat.part(name, 0, (flat.rows // rows, rows, columns))
 
     def zeros(self, name: str) -> "Tensor":
-        """The same without any weights: zeros."""
+        """A tensor of the same format and shape, all zeros."""
         return Tensor(
             name, self.format, self.shape, lambda start, stop: np.zeros((stop - start, self.row_bytes), np.uint8)
         )
 
     def filled(self, shape: tuple[int, ...]) -> "Tensor":
-        """The same with zeros after the rows of each matrix, or after their columns, up to that shape. (In a block of
-        any format zeros are zeros.) ValueError for columns of a format that has blocks."""
+        """The same tensor with rows of zeros after each matrix, or columns of zeros, up to this shape. (In every
+        format, a block of zero bytes decodes to zeros.) Raises ValueError for further columns in a format with
+        blocks."""
         rows, whole, size = self.shape[-2], shape[-2], row_bytes(self.format, shape[-1])
         if self.shape[-1] != shape[-1] and FORMATS[self.format].kind != "float":
             raise ValueError(f"{self!r} cannot have {shape[-1]} columns")
@@ -192,7 +196,8 @@ class Tensor:
 
     @staticmethod
     def made(name: str, shape: tuple[int, ...], values: Callable[[], np.ndarray], format: str = "f32") -> "Tensor":
-        """A vector or matrix of what a function returns, computed once, in a float format of numpy's."""
+        """A vector or matrix with the values that a function returns; it is called once. format: a float format of
+        numpy's."""
 
         @cache
         def whole() -> np.ndarray:
@@ -206,7 +211,7 @@ class Tensor:
         return Tensor.made(name, (count,), lambda: self.dequantize()[first : first + count])
 
     def dequantize(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Rows start..stop as float32 [stop - start, columns]; a whole vector as [columns]. By gguf-py, which
+        """Rows start..stop as float32 [stop - start, columns]; a whole vector as [columns]. Computed by gguf-py, which
         is the reference."""
         values = gguf.dequantize(self.blocks(start, stop), gguf.GGMLQuantizationType(FORMATS[self.format].gguf_type))
         return values.reshape(self.shape[-1:] if len(self.shape) == 1 else (-1, self.shape[-1])).astype(

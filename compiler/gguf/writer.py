@@ -1,7 +1,7 @@
 """Writes a model to a GGUF file, so that other programs (llama.cpp, for comparison) can run synthetic models.
 
 In: any `GGUFModel`, opened or synthetic. Out: one GGUF file, version 3. Weights are streamed some rows at a time. The
-file is renamed into place when it is complete; an error leaves nothing behind.
+file is renamed to its final name when it is complete; after an error no file is left.
 """
 
 import os
@@ -19,9 +19,10 @@ WIDE = ".ple.layer_multipliers", ".ple.head_offsets", ".ple.head_vocab_sizes"  #
 
 
 def write_gguf(model: GGUFModel, path: str | Path) -> None:
-    """Writes `model`, replacing what is at `path`. Metadata types, which Python values do not determine, are those
-    that llama.cpp expects: uint32 (int32 in arrays and for negative numbers, uint64 for large ones and in WIDE),
-    float32, bool, string. UserError when the file cannot be written (full disk, missing folder, no permission)."""
+    """Writes `model` to `path`, replacing an existing file. Python values do not determine the types of metadata; they
+    become the types that llama.cpp expects: uint32 (int32 in arrays and for negative numbers, uint64 for large ones and
+    in WIDE), float32, bool, string. Raises UserError if the file cannot be written (full disk, missing folder, no
+    permission)."""
     path = Path(path)
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -46,17 +47,17 @@ def write_gguf(model: GGUFModel, path: str | Path) -> None:
 
 
 def write_header(model: GGUFModel, path: Path) -> None:
-    """Everything before the first tensor's data, but for the padding."""
+    """Writes everything before the first tensor's data, without the padding."""
     writer = gguf.GGUFWriter(path, model.config.architecture)
     for key, value in model.metadata.items():
-        # The writer puts the architecture itself; the others describe the layout of the file that `model` came from.
+        # The writer adds the architecture itself. The other skipped keys describe the layout of the source file.
         if key not in ("general.architecture", "general.alignment") and not key.startswith("split.") and value != []:
             of_entries = _value_type(value[0], True) if isinstance(value, list) else None
             wide = key.endswith(WIDE)
             writer.add_key_value(key, value, _value_type(value), gguf.GGUFValueType.UINT64 if wide else of_entries)
     for tensor in model.stored.values():
         kind = gguf.GGMLQuantizationType(FORMATS[tensor.format].gguf_type)
-        # `kind` overrides the dtype; only uint8 would matter: the writer takes such shapes for counts of bytes.
+        # `kind` overrides the dtype. Only uint8 would matter: then the writer reads shapes as numbers of bytes.
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -51,7 +51,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class TemperatureConfig:
-    """A factor on the queries at a position p: 1 + scale * ln(1 + floor((p + offset) / length))."""
+    """A factor on the queries at position p: 1 + scale * ln(1 + floor((p + offset) / length))."""
 
     scale: float
     length: int  # tokens
@@ -129,7 +129,7 @@ class AttentionConfig:
     clamp: float = 0.0  # q, k and v are limited to -clamp .. clamp; 0: no limit
     own_gate: str = ""  # "sigmoid" or "softplus": the output is multiplied by this function of attn_gate h
     head_gate: bool = False  # attn_gate has one row for each head
-    each_norm: str = ""  # attn_q_norm/k_norm: weights of each head for norms over them before RoPE: "layer", "rms"
+    each_norm: str = ""  # "layer" or "rms": norm over each head before RoPE, weights for each head (attn_q_norm/k_norm)
     head_factors: bool = False  # RMS norms over the heads of q and k, without weights; attn_q_norm: a factor on q's
     output_gate: bool = False  # attn_q has each head's rows of Q, then of a gate: the output is times sigmoid(gate)
     images: bool = False  # the rows of an image attend to one another
@@ -157,7 +157,7 @@ class FeedForwardConfig:
     act: str = "silu"  # or "gelu" (tanh approximation), "relu_sq": of schedules' activations
     gated: bool = True
     merged: bool = False  # ffn_up holds the rows of gate, then those of up
-    divided: bool = False  # ffn.act.scales divides the columns before down (AWQ)
+    divided: bool = False  # the columns before down are divided by ffn.act.scales (AWQ)
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class SharedExpertConfig:
     gated_output: bool = False  # multiplied by sigmoid(ffn_gate_inp_shexp . x)
     merged: bool = False  # ffn_up_shexp holds the rows of gate, then those of up
     factor: float = 1.0  # on the output
-    suffix: str = "_shexp"  # of its matrices' names
+    suffix: str = "_shexp"  # the end of its matrices' names
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,8 @@ class AdjugateConfig:
 class ExpertsConfig:
     """A mixture of experts: the sum over a row's `used` experts e of weight_e * down_e(act(gate_e x) * up_e x).
 
-    The router's logits give probabilities by `gating` (`schedules.operators.experts.GATINGS`). Experts are chosen by
-    probability plus bias; weights are the probabilities of the chosen ones.
+    The router's logits give probabilities by the function `gating` (`schedules.operators.experts.GATINGS`). Experts are
+    chosen by probability plus bias; the weights are the probabilities of the chosen experts.
     """
 
     count: int
@@ -284,9 +284,9 @@ class ModelConfig:
     norm: str = "rms"  # or "layer": layer norms, which subtract the mean
     norm_weights: bool = True  # False: norms without weights
     positions: int = 0  # rows of position_embd, which are added to the embedding's; 0: there is none
-    embedding_scale: float = 1.0  # on the embedding's rows
+    embedding_scale: float = 1.0  # factor on the embedding's rows
     embedding_norm: str = ""  # name of the norm of the embedding's rows; BARE: an RMS norm without weights; "": none
-    logit_scale: float = 1.0  # on the logits
+    logit_scale: float = 1.0  # factor on the logits
     logit_softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: none
     layer_embedding: int = 0  # columns, for each layer, of a second embedding of each token (gemma4); 0: none
     unused: tuple[str, ...] = ()  # tensors of the file that are not used

@@ -48,6 +48,7 @@ def scaled_term(g: Graph, x, factor: float) -> relax.Var:
 
 
 def clamped(g: Graph, x, limit: float) -> relax.Var:
+    """x clamped to [-limit, limit]."""
     return g.bb.emit(OPS.clip(x, -limit, limit))
 
 

@@ -1,8 +1,8 @@
-"""Images in a decoder's graph: their rows in the place of the embedding's, what is added to them after layers, and
-where RoPE turns them to.
+"""Images in a decoder's graph: their rows replace rows of the embedding, features are added after layers, and their
+positions in two dimensions rotate RoPE's pairs.
 
-A row of an image is a negative token. The host writes its features and, where RoPE has sections, its place (t, y, x),
-which of text is its number in all three. Models without an encoder have none of this.
+A row of an image is a negative token. The host writes its features and, if RoPE has sections, its place (t, y, x); all
+three are the position for a row of text. Models without an image encoder have none of this.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 
 def has_places(model: Model) -> bool:
-    """Whether the rows of an image have places in two dimensions: not those of an encoder whose rows follow one another
-    like tokens, such as MiniCPM-V's, also where RoPE has sections."""
+    """Whether the rows of images have places in two dimensions. This needs RoPE with sections, and an encoder whose
+    rows do not simply follow each other like tokens (as MiniCPM-V's do)."""
     places = model.vision is None or model.vision.config.positions == "grid"
     return model.features > 0 and places and any(rope.sections for rope in model.config.ropes.values())
 
 
 def features_type(model: Model, target) -> str:
-    """The dtype of features: float16 where they cross a bus and are of products that round to that anyway."""
+    """The dtype of features: float16 if they cross a bus and come from products that are rounded to float16 anyway."""
     return "float32" if target.kind == "cpu" or model.vision is None or model.vision.exact else "float16"
 
 
 def features(g: Graph) -> relax.Var:
-    """What the encoder made of the step's rows of images: [m, features]."""
+    """The encoder's features of the step's rows of images: [m, features]."""
     return g.parameter("features", "io", tensor_type((g.m, g.model.features), features_type(g.model, g.target)))
 
 
@@ -43,7 +43,7 @@ def inputs(g: Graph) -> relax.Var:
 
 
 def deepstack(g: Graph, x, layer: int) -> relax.Var:
-    """x after that layer, plus what the features of images have for it."""
+    """x, the rows after that layer, plus the features of images for this layer."""
     first = (1 + layer) * g.config.hidden
     if first >= g.model.features:
         return x
@@ -61,7 +61,7 @@ def deepstack(g: Graph, x, layer: int) -> relax.Var:
 
 
 def place(g: Graph) -> None:
-    """Turns RoPE's tables of positions into those of the step's rows, where these have places."""
+    """Replaces RoPE's tables by position by tables of the step's rows, if rows have places in two dimensions."""
     ropes = {name: rope for name, rope in g.config.ropes.items() if rope.sections} if has_places(g.model) else {}
     for name, rope in ropes.items():
 

@@ -1,4 +1,4 @@
-"""Sparse attention by an indexer in a decoder's graph: which keys a row sees."""
+"""Sparse attention in a decoder's graph: an indexer chooses the keys that a row attends to."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ OPS: Any = relax.op
 
 
 def selected(g: Graph, h, latent, i: int) -> relax.Var | None:
-    """The keys that each row of layer i sees, int32 [m, used]; None: all. h: the layer's rows; latent: of its
-    queries."""
+    """The positions of the keys that each row of layer i attends to, int32 [m, used]; None for all keys. For latent
+    attention. h: the rows of the layer; latent: the latent of the queries."""
     a = g.config.layers[i].attention
     assert a, "a layer with attention"
     if not chooses(a, g.ctx):
@@ -41,8 +41,8 @@ def selected(g: Graph, h, latent, i: int) -> relax.Var | None:
 
 
 def selected_blocks(g: Graph, h, i: int) -> relax.Var | None:
-    """The blocks of keys that each row of layer i sees, of attention that is not latent: int32 [m, sets * blocks];
-    None: all. h: the layer's rows."""
+    """The blocks of keys that each row of layer i attends to, int32 [m, sets * blocks]; None for all keys. For
+    attention that is not latent. h: the rows of the layer."""
     a = g.config.layers[i].attention
     if not chooses(a, g.ctx):
         return None

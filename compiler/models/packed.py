@@ -1,4 +1,4 @@
-"""What layers of encoders emit instead of those of decoders: attention without a cache, and activations, of the rows of
+"""Parts of encoders' graphs that replace those of decoders: attention without a cache, and activations, for the rows of
 many texts in one step."""
 
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from mlc_amd.compiler.models.config import AttentionConfig, ModelConfig, RopeCon
 from mlc_amd.compiler.ops import shape_of, tensor_type
 from mlc_amd.schedules.operators import Activate, Operator, PackedAttention
 
-OPS: Any = relax.op
+OPS: Any = relax.op  # Any: TVM declares that arguments must be expressions, but accepts numbers too
 
 
 class Graph(Protocol):
-    """What this needs of compiler/models/graph.py's."""
+    """The part of compiler/models/graph.py's Graph that this module uses."""
 
     bb: Any
     config: ModelConfig
@@ -38,7 +38,7 @@ def activate(g: Graph, x, act: str) -> relax.Var:
 
 
 def attention(g: Graph, q, k, v, layer: int) -> relax.Var:
-    """Head norms, RoPE and attention among the rows of each text, as the layer's AttentionConfig describes them."""
+    """Head norms, RoPE and attention within each text, as the layer's AttentionConfig describes."""
     a, e = g.config.layers[layer].attention, g.config.encoder
     assert a and e, "a layer of an encoder with attention"
     causal, block = e.causal, f"blk.{layer}."
@@ -64,7 +64,8 @@ def _head_norms(g: Graph, x, heads: int, weight, a: AttentionConfig) -> relax.Va
 
 
 def rotated(g: Graph, x, table, d: int, rope: RopeConfig, start: int = 0) -> relax.Var:
-    """The columns of each head from `start` on rotated by the angles of the row's position."""
+    """x with `rope.dim` columns of each head, from column `start` of the head on, rotated by the angles of the row's
+    position. table: float32 [positions, rope.dim]. d: columns of a head."""
     half, last = rope.dim // 2, shape_of(x)[1] - 1
 
     def rotate(rows, x, table):

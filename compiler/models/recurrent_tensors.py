@@ -1,4 +1,5 @@
-"""The tensors of a layer that keeps a state, by its configuration: those in the file, and the parts of merged ones."""
+"""The tensors of layers that keep a state. In: a mixer's configuration. Out: `TENSORS`, its tensors in the file, and
+`PARTS`, the parts into which merged tensors are divided."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,16 +17,17 @@ from mlc_amd.compiler.models.recurrent_config import (
     ShortConvConfig,
 )
 
-BLOCK = 32  # rows and columns of the matrices of feed-forward blocks come in so many
-Listed = Iterator[tuple[bool, str, Shape]]  # whether the model has it, name within the layer, shape
+BLOCK = 32  # kernels need a multiple of this number of columns; also for rows that are columns of the next matrix
+Listed = Iterator[tuple[bool, str, Shape]]  # (whether the model has the tensor, name within the layer, shape)
 
 
 class Part(NamedTuple):
-    """A tensor that the graph uses, made of rows of one in the file: `first`.. (of each expert, of each head).
+    """A tensor that the graph uses, made of rows of a tensor `source` in the file.
 
-    pieces: instead of `first`, the source is so many `groups` of rows alike, and the part is, one piece after the
-    other, the rows first .. first + count of each group. transposed: the rows become columns.
-    filled: the shape with zeros at the end of rows and columns; (): there are none.
+    first: the first of its rows (in each expert, in each head). pieces: used instead of `first` if the source has
+    `groups` equal groups of rows; for each piece (first, count), the part has the rows first .. first + count - 1 of
+    all groups, then those of the next piece. transposed: rows become columns. filled: the shape after rows and columns
+    of zeros are added at the end; () if none are.
     """
 
     name: str
@@ -136,7 +138,7 @@ def _delta_parts(hidden: int, d: DeltaNetConfig) -> Iterator[Part]:
 
 
 def _channel_delta_parts(hidden: int, d: ChannelDeltaConfig) -> Iterator[Part]:
-    """With zeros where what is between two matrices is no whole number of blocks."""
+    """Adds rows and columns of zeros where the columns between two matrices are not whole blocks."""
     filled = -(-d.head_dim // BLOCK) * BLOCK
     for first, *second in (d.decays, d.gates) if filled != d.head_dim else ():
         for after in second:

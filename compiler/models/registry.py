@@ -1,4 +1,4 @@
-"""The architectures that can be compiled, by GGUF's `general.architecture`.
+"""The registry of architectures that can be compiled, by GGUF's `general.architecture`.
 
 Functions in compiler/models/architectures register themselves:
 

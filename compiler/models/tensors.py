@@ -243,7 +243,7 @@ HEAD_NORMS = "attn_q_norm.weight", "attn_k_norm.weight"  # these may have a row 
 STREAM_NORMS = (
     *(f"{name}_norm.weight" for name in ("hc", "hc_attn", "hc_ffn")),
     *(f"norm_{of}.weight" for of in NGRAM_NORMS),
-)  # a row for each stream
+)  # these have a row for each stream
 
 
 def is_vector(name: str, shape: Shape) -> bool:
@@ -262,7 +262,7 @@ def _stream_parts(hidden: int, s: Streams | None, name: str) -> Iterator[Part]:
 
 
 def merged_parts(config: ModelConfig) -> Iterator[Part]:
-    """The parts that replace merged tensors."""
+    """The parts into which merged tensors are divided."""
     yield from _stream_parts(config.hidden, config.streams, "output_hc")
     for i, layer in enumerate(config.layers):
         merging = (own for own in layer.mixers if type(own) in _MIXER_PARTS)

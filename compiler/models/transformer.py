@@ -50,6 +50,7 @@ def layers(g: Graph, x):
 
 
 def decoder_layer(g: Graph, x, i: int, layer: LayerConfig):
+    """x after layer i."""
     if layer.parallel:
         h = g.norm(x, f"blk.{i}.{layer.mixer_norms.before}")
         own = layer.feed_forward_norms.before
@@ -108,10 +109,12 @@ def add_all(g: Graph, x, terms: list):
 
 
 def mixer(g: Graph, h, i: int) -> list:
+    """The terms of all mixers of layer i. h: the normed rows."""
     return [term for own in g.config.layers[i].mixers for term in MIXERS[type(own)](g, h, i)]
 
 
 def attention(g: Graph, h, i: int) -> list:
+    """The term of attention of layer i. h: the normed rows."""
     a, block = g.config.layers[i].attention, f"blk.{i}."
     assert a, "a layer with attention"
     if a.latent:
@@ -164,6 +167,7 @@ MIXERS = {AttentionConfig: attention, CompressedConfig: compressed.attention, **
 
 
 def feed_forward(g: Graph, h, i: int, router=None) -> list:
+    """The terms of the feed-forward block of layer i. h: the normed rows. router: see `mixture`."""
     f = g.config.layers[i].feed_forward
     assert f, "a layer with a feed-forward block"
     return (

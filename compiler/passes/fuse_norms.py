@@ -84,11 +84,11 @@ class _Deferred(NamedTuple):
 
 class _Plan(NamedTuple):
     """prepared: {linear or exchange: the norm that it prepares}. completed: {reader: the norm that it completes}.
-    giving: the norms that keep their launch and also return their scales."""
+    scaling: the norms that keep their launch and also return their scales."""
 
     prepared: dict[relax.Call, _Deferred]
     completed: dict[relax.Call, _Deferred]
-    giving: set[relax.Call]
+    scaling: set[relax.Call]
 
 
 def _plan(func, target) -> _Plan:
@@ -120,8 +120,8 @@ def _plan(func, target) -> _Plan:
                     prepared[value] = deferred = _Deferred(norm, layout, scaled_by)
                     completed |= dict.fromkeys(completing, deferred)
                     break
-    giving = {deferred.scaled_by for deferred in prepared.values() if _is_norm(deferred.scaled_by)}
-    return _Plan(prepared, completed, giving)
+    scaling = {deferred.scaled_by for deferred in prepared.values() if _is_norm(deferred.scaled_by)}
+    return _Plan(prepared, completed, scaling)
 
 
 def _op(call, **changes: Any) -> Operator:
@@ -169,7 +169,7 @@ class _Deferrer:
                 return ops.call(op, args)
             *parts, self.scales[call] = emit(op, args)
             return _joined(parts)
-        if call in plan.giving:
+        if call in plan.scaling:
             y, self.scales[call] = emit(_op(call, scale_out=True), map(visit, call.args))
             return y
         return None

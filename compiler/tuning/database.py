@@ -314,7 +314,7 @@ class Lookup:
 
     def __init__(self, arch, mode: str = "auto", user: Path | None = None, shipped: Path | None = None):
         if mode not in MODES:
-            raise UserError(f"--tuned {mode} is none of {', '.join(MODES)}")
+            raise UserError(f"--tuned {mode} is not one of {', '.join(MODES)}")
         self.arch, self.notes = arch, []
         self._found: dict[str, list[tuple[str, WorkloadRecords]]] = {}
         if mode in ("user", "auto"):

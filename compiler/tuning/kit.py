@@ -247,7 +247,7 @@ def load(folder: Path) -> Kit:
     _check_tasks(folder / KIT, kit["target"], kit["arch"], tasks)
     if not (folder / RESULTS).exists():
         raise UserError(
-            f"{folder} holds no {RESULTS}: run `python3 run.py` in it on the machine that it is for, and take that "
+            f"{folder} holds no {RESULTS}: run `python3 run.py` in it on the machine that it is for, and copy that "
             "file back"
         )
     advice = "measure the kit again"

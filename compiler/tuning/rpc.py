@@ -29,9 +29,9 @@ from mlc_amd.runtime.measure.candidate import read
 
 WAIT = 120.0  # seconds without a server after which a run gives up
 PATIENCE = 3.0  # seconds without a server after which the user gets a message
-HOLD = 60.0  # a server that was held for so many seconds is released between two batches, for other runs
+HOLD = 60.0  # seconds that a server is held; then it is released between two batches, for other runs
 PART = 8  # the largest number of candidates in a part
-MAX_LOSSES = 3  # a candidate has failed after so many servers were lost while they had it
+MAX_LOSSES = 3  # number of servers lost while they had a candidate, after which the candidate has failed
 
 
 class NoServer(UserError):
@@ -186,7 +186,7 @@ class Servers(Closing):
         elif what == "refused":
             self._refuse(server, message["why"], run)
         elif what == "lost" and not server.name:
-            raise NoServer(f"the process that would talk with a server does not start: {message['why']}")
+            raise NoServer(f"the process that connects to a server does not start: {message['why']}")
         elif what == "lost":
             self.say(f"server {server.name} is lost: {message['why']}")
             if part := self._busy.pop(server, None):

@@ -23,7 +23,7 @@ from mlc_amd.runtime.measure.child import Child, ChildDied, serve
 MODULE = "mlc_amd.compiler.tuning.rpc_client"
 WAKE = 60.0  # time limit for the process to start, seconds
 CONNECT = 30.0  # time limit to connect to a server, seconds
-SILENT = 30.0  # a server that sends nothing for so many seconds is lost
+SILENT = 30.0  # seconds without a message after which a server is lost
 POLL = 1.0  # seconds between two requests for free servers
 ENDS = ("awake", "ready", "done", "refused")
 

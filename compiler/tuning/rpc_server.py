@@ -67,7 +67,7 @@ def address(text: str) -> tuple[str, int]:
     except UnicodeError:  # not a valid host name
         right = False
     if not right:
-        raise UserError(f"'{text}' is no address: write HOST:PORT")
+        raise UserError(f"'{text}' is not an address: write HOST:PORT")
     return host.strip("[]"), int(port)
 
 
@@ -79,7 +79,7 @@ def own_address(peer: tuple[str, int]) -> str:
             probe.connect(place)
             return probe.getsockname()[0]
     except OSError as e:
-        raise UserError(f"there is no way to {peer[0]}: {e.strerror or e}; check the tracker's address") from e
+        raise UserError(f"{peer[0]} cannot be reached: {e.strerror or e}; check the tracker's address") from e
 
 
 def connect(tracker: tuple[str, int]) -> socket.socket:
@@ -89,7 +89,7 @@ def connect(tracker: tuple[str, int]) -> socket.socket:
     try:
         connection.sendall(struct.pack("<i", base.RPC_TRACKER_MAGIC))
         if struct.unpack("<i", base.recvall(connection, 4))[0] != base.RPC_TRACKER_MAGIC:
-            raise UserError(f"what answers at {tracker[0]}:{tracker[1]} is no tracker; check --tracker")
+            raise UserError(f"what answers at {tracker[0]}:{tracker[1]} is not a tracker; check --tracker")
     except BaseException:
         connection.close()
         raise
@@ -270,7 +270,7 @@ def serve(tracker: tuple[str, int], key: str, device: str | None, host: str | No
         except UserError:
             raise
         except Exception as e:  # malformed input, or a session that dies, ends TVM's loop
-            say(f"a session failed ({e}); serving on")
+            say(f"a session failed ({e}); the server continues")
             os.chdir(home)
             time.sleep(AGAIN)
         finally:

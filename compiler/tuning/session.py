@@ -21,9 +21,9 @@ from mlc_amd.schedules.space import Space, space
 
 BATCH = 8  # plans that are measured together; Ctrl-C loses at most one batch
 FIRST = 2  # plans in the first batch if there is a time limit
-MAX_SLOWER = 4  # after so many verified plans that were slower than the default, no others of a task are verified
-VERIFYING = 8  # verifying a plan takes about as long as so many measurements
-PATIENCE = 32  # so many measurements without improvement halve a task's probability of improvement
+MAX_SLOWER = 4  # limit of verified plans of a task that were slower than the default; then no others are verified
+VERIFYING = 8  # approximate time of verifying a plan, in measurements
+PATIENCE = 32  # number of measurements without improvement that halve a task's probability of improvement
 
 
 class TuningSession:

@@ -38,17 +38,17 @@ class Task:
     flops: float
 
 
-def extract(model, backend, ctx: int | None = None) -> list[Task]:
+def extract(model, target, ctx: int | None = None) -> list[Task]:
     """The tasks of `model` (a GGUFModel or a synthetic one), those that move the most bytes first.
 
-    backend: a Target with one arch. ctx: see `lower`. Raises UserError as `lower` does.
+    target: a Target with one arch. ctx: see `lower`. Raises UserError as `lower` does.
     """
-    lowered = lower(model, backend, ctx)
+    lowered = lower(model, target, ctx)
     sizes = {function.name: function.m for function in lowered.functions}
     longest = max((m for name, m in sizes.items() if name.startswith("prefill")), default=1)
     table, exchanging = lowered.plan.calls(), {product for product, _ in lowered.plan.joint}
     tasks: dict[Operator, Task] = {}
-    for name, workload in backend.workloads.items():
+    for name, workload in target.workloads.items():
         calls, weight = dict[str, float](), 0.0
         for function, count in table[name].items():
             if function == "decode" or function.startswith("step_"):
@@ -60,7 +60,7 @@ def extract(model, backend, ctx: int | None = None) -> list[Task]:
                 calls[function], weight = count, weight + count
         if not calls:  # only functions for --verify call it
             continue
-        about = work(workload, backend.kernels[name])
+        about = work(workload, target.kernels[name])
         if name in exchanging:  # the kernel that also exchanges the product takes the plan of this operator
             workload = planned(workload)
         if old := tasks.get(workload):

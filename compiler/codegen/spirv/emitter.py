@@ -51,7 +51,7 @@ class Emitter(Subgroup, Matrix):
         self.dispatch("stmt_", self.func.body)
         if self.lds > self.profile.lds:
             raise Unsupported(
-                f"{self.lds} bytes of shared memory; {self.profile.name} gives a workgroup {self.profile.lds}"
+                f"{self.lds} bytes of shared memory; a workgroup of {self.profile.name} has {self.profile.lds}"
             )
         self.local_size = (threads, 1, 1) if self.by_subgroup else self.block
         self.binary = self.asm.binary(self.local_size)

@@ -169,7 +169,7 @@ class Memory(Expressions):
             raise Unsupported("a parameter with vectors as elements")
         if kind(index) != "Ramp":
             if parse(index.ty).lanes > 1:
-                raise Unsupported(f"index {index}: a vector that is no ramp")
+                raise Unsupported(f"index {index}: a vector that is not a ramp")
             return index, 0, 1
         if not isinstance(index.stride, tirx.IntImm):
             raise Unsupported(f"index {index}: the stride is not constant")
@@ -192,7 +192,7 @@ class Memory(Expressions):
     def root(self, buffer):
         """The parameter (a variable) that a buffer is a view of."""
         if (found := self.roots.get(buffer, buffer)) not in self.parameters:
-            raise Unsupported(f"buffer {buffer.name}, which is no parameter and was not allocated")
+            raise Unsupported(f"buffer {buffer.name}, which is not a parameter and was not allocated")
         return found
 
     def read_only(self, buffer):

@@ -1,5 +1,6 @@
-"""Decoders by family: a function for each architecture, registered under GGUF's `general.architecture`.
+"""Decoders by family: a function for each architecture, registered by GGUF's `general.architecture`.
 
-It says what a file's metadata means: returns the ModelConfig, UserError for what the compiler cannot run. Most have the
-tensors of tensors.py and the decoder of transformer.py; others define theirs (gemma4.py).
+The function reads a file's metadata and returns the ModelConfig; it raises UserError for what the compiler cannot run.
+Most architectures have the tensors of tensors.py and the decoder of transformer.py; others define their own
+(gemma4.py).
 """

@@ -1,4 +1,4 @@
-"""Encoders: models that compute vectors of texts. Each token sees all others of its text."""
+"""Encoders: models that compute vectors of texts. Each token attends to all others of its text."""
 
 from collections.abc import Callable
 from functools import partial
@@ -61,7 +61,7 @@ def nomic_bert(keys: Keys) -> ModelConfig:
 
 @architecture("nomic-bert-moe")
 def nomic_bert_moe(keys: Keys) -> ModelConfig:
-    """nomic-embed-text v2. As bert with RoPE; experts in every so many layers, whose weights do not add up to 1."""
+    """nomic-embed-text v2. As bert with RoPE; every n-th layer has experts, whose weights are not normalized."""
     every = keys.integer("moe_every_n_layers", 0, minimum=0)
     scale = keys.number("expert_weights_scale", 0.0, minimum=0.0) or 1.0
     variant: dict[str, Any] = {"act": "gelu_alone", "gated": False, "normalize": False, "scale": scale}
@@ -88,14 +88,14 @@ def jina_bert_v2(keys: Keys) -> ModelConfig:
 
 @architecture("jina-bert-v3")
 def jina_bert_v3(keys: Keys) -> ModelConfig:
-    """jina-embeddings v3, with the adapter that the file was merged with. As bert with RoPE."""
+    """jina-embeddings v3, with the adapter that was merged into the file. As bert with RoPE."""
     return _bert(keys, PLAIN, ROPE)
 
 
 @architecture("modern-bert")
 def modern_bert(keys: Keys) -> ModelConfig:
-    """ModernBERT, gte-modernbert, granite-embedding R2. Layer norms before blocks, not before the first; of three
-    layers two see a window around each token, with a RoPE of their own; GEGLU or SwiGLU."""
+    """ModernBERT, gte-modernbert, granite-embedding R2. Layer norms before blocks, except the first; two of three
+    layers attend to a window around each token, with a RoPE of their own; GEGLU or SwiGLU."""
     count, window = read_layers(keys), keys.integer("attention.sliding_window", 0, minimum=0)
     local = local_layers(keys, count, 3, dense_first=True) if window else [False] * count
     windowed = {"window": window, "rope": LOCAL_ROPE}
@@ -135,8 +135,8 @@ def llama_embed(keys: Keys) -> ModelConfig:
 
 @architecture("gemma-embedding")
 def gemma_embedding(keys: Keys) -> ModelConfig:
-    """EmbeddingGemma. As gemma3; of six layers five see a window around each token, with a RoPE of their own. Some
-    files have two more matrices for the vector."""
+    """EmbeddingGemma. As gemma3; five of six layers attend to a window around each token, with a RoPE of their own.
+    Some files have two more matrices for the vector."""
     windowed: dict[str, Any] = {"window": keys.integer("attention.sliding_window"), "rope": LOCAL_ROPE}
     layers = [
         LayerConfig(

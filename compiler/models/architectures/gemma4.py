@@ -1,6 +1,6 @@
-"""gemma4: Gemma 4. As gemma3 with norms over the heads of v, too; layers that see a window have their own head size;
-the last layers can share the keys and values of earlier ones; experts beside the feed-forward block, and an embedding
-of each token for each layer, in some models."""
+"""gemma4: Gemma 4. As gemma3, with norms over the heads of v, too. Layers with a window have their own head size. In
+some models, the last layers use the keys and values of earlier layers, layers have experts in addition to the
+feed-forward block, or each token has an embedding for each layer."""
 
 from collections.abc import Iterator
 from math import sqrt
@@ -65,7 +65,8 @@ def read(keys: Keys) -> ModelConfig:
 
 
 def _read_attention(keys: Keys, local: list[bool], own: int) -> list[AttentionConfig]:
-    """Of each layer; those from number `own` on attend to the cache of the last earlier layer of their kind."""
+    """The attention of each layer. Layers from number `own` on use the cache of the last earlier layer of their
+    kind."""
     kv_heads = keys.integers("attention.head_count_kv", len(local))
     window = keys.integer("attention.sliding_window") if any(local) else 0
     found = []
@@ -139,7 +140,7 @@ def decoder(g):
 
 
 def dense_and_experts(g, x, i: int, layer: LayerConfig, experts: ExpertsConfig):
-    """Both read x, each within norms of its own."""
+    """The terms of the dense block and of the experts. Both read x, each within its own norms."""
     block, f = f"blk.{i}.", layer.feed_forward
     assert f, "a layer with a feed-forward block"
     y = dense(g, g.norm(x, f"{block}{layer.feed_forward_norms.before}"), block + "ffn_{}", f.act)
@@ -151,7 +152,7 @@ def dense_and_experts(g, x, i: int, layer: LayerConfig, experts: ExpertsConfig):
 
 
 def layer_inputs(g, x):
-    """float32 [m, layers * size]: what each layer takes of a token besides x, of two projections of it."""
+    """The input of each layer besides x, float32 [m, layers * size]: it is made of a token by two projections."""
     c = g.config
     size, count = c.layer_embedding, len(c.decoder_layers)
     y = g.scaled(g.linear(x, "per_layer_model_proj.weight"), 1 / sqrt(c.hidden))

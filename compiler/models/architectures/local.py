@@ -1,4 +1,4 @@
-"""Further decoders in which some layers see a window of keys only, many of them with gates on attention's output."""
+"""More decoders in which some layers attend to a window of keys only; many have gates on attention's output."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,7 +49,7 @@ NORMS_BARE: dict[str, Any] = {  # as NORMS_AROUND, where the names of the second
 
 
 def _windows(keys: Keys, pattern: int, dense_first: bool = False) -> list[int]:
-    """Keys that each layer sees; 0: all."""
+    """The keys to which each layer's rows attend; 0: all."""
     count, window = read_layers(keys), keys.integer("attention.sliding_window", 0, minimum=0)
     local = local_layers(keys, count, pattern, dense_first) if window else [False] * count
     return [window if is_local else 0 for is_local in local]
@@ -59,7 +59,7 @@ def _layers(
     keys: Keys, windows: list[int], mixer: Callable[[Keys, int], AttentionConfig], block: Callable[[Keys], Block],
     **norms: Any,
 ) -> list[LayerConfig]:  # fmt: skip
-    """mixer: of the keys of a layer and its window."""
+    """The layers. mixer: makes a layer's mixer from its keys and its window."""
     return [
         LayerConfig(mixer(own, window), block(own), **norms)
         for own, window in zip(each_layer(keys, len(windows)), windows, strict=True)
@@ -68,7 +68,7 @@ def _layers(
 
 @architecture("mellum", "experts")
 def mellum(keys: Keys) -> ModelConfig:
-    """Mellum 2. As qwen3moe; of four layers three see a window, with an unscaled RoPE."""
+    """Mellum 2. As qwen3moe; three of four layers attend to a window, with an unscaled RoPE."""
 
     def mixer(own: Keys, window: int) -> AttentionConfig:
         return HEAD_NORMS(own, rope=LOCAL_ROPE if window else ROPE, window=window)
@@ -80,8 +80,8 @@ def mellum(keys: Keys) -> ModelConfig:
 
 @architecture("exaone-moe")
 def exaone_moe(keys: Keys) -> ModelConfig:
-    """K-EXAONE. Norms over the heads of q and k; of four layers three see a window and have RoPE, the last has neither;
-    after a few dense layers experts beside a shared one."""
+    """K-EXAONE. Norms over the heads of q and k; three of four layers attend to a window and have RoPE, the last has
+    neither; after a few dense layers experts and a shared one."""
 
     def experts(own: Keys) -> Block:
         size = own.integer("expert_shared_feed_forward_length", 0, minimum=0)
@@ -100,8 +100,8 @@ def exaone_moe(keys: Keys) -> ModelConfig:
 
 @architecture("afmoe")
 def afmoe(keys: Keys) -> ModelConfig:
-    """Trinity. Norms around the blocks and over the heads of q and k, gates on attention's output, scaled embedding; of
-    four layers three see a window and have RoPE; after a few dense layers experts beside shared ones."""
+    """Trinity. Norms around the blocks and over the heads of q and k, gates on attention's output, scaled embedding;
+    three of four layers attend to a window and have RoPE; after a few dense layers experts and shared ones."""
 
     def mixer(own: Keys, window: int) -> AttentionConfig:
         return HEAD_NORMS(own, rope="" if last_of(own, NOPE_STEP) else ROPE, window=window, own_gate="sigmoid")
@@ -116,8 +116,8 @@ def afmoe(keys: Keys) -> ModelConfig:
 
 @architecture("laguna")
 def laguna(keys: Keys) -> ModelConfig:
-    """Laguna. Norms over the heads of q and k, gates on attention's output; of four layers the first sees all keys,
-    the others a window, with a RoPE of their own; after a few dense layers experts beside a shared one."""
+    """Laguna. Norms over the heads of q and k, gates on attention's output; the first of four layers attends to all
+    keys, the others to a window, with a RoPE of their own; after a few dense layers experts and a shared one."""
 
     def mixer(own: Keys, window: int) -> AttentionConfig:
         of_heads = own.rows(f"blk.{own.layer}.attn_gate.weight") in (0, own.integer("attention.head_count"))
@@ -137,8 +137,8 @@ def laguna(keys: Keys) -> ModelConfig:
 
 @architecture("smallthinker")
 def smallthinker(keys: Keys) -> ModelConfig:
-    """SmallThinker. Experts with a relu gate, chosen by the layer's input; of four layers the first sees all keys and
-    has no RoPE, where the file has a window."""
+    """SmallThinker. Experts with a relu gate, chosen by the layer's input. If the file has a window, the first of four
+    layers attends to all keys and has no RoPE."""
     windows = _windows(keys, 4, dense_first=True)
     windows = [4096 if window else 0 for window in windows]  # whatever the file says
 
@@ -151,8 +151,8 @@ def smallthinker(keys: Keys) -> ModelConfig:
 
 @architecture("plamo3", ignored=("attn_qkv.scale",))
 def plamo3(keys: Keys) -> ModelConfig:
-    """PLaMo 3. Norms around the blocks and over the heads of q and k; of eight layers seven see a window, with a RoPE
-    of their own."""
+    """PLaMo 3. Norms around the blocks and over the heads of q and k; seven of eight layers attend to a window, with a
+    RoPE of their own."""
 
     def mixer(own: Keys, window: int) -> AttentionConfig:
         return HEAD_NORMS(own, rope=LOCAL_ROPE if window else ROPE, window=window)
@@ -164,7 +164,7 @@ def plamo3(keys: Keys) -> ModelConfig:
 
 @architecture("spark2_5")
 def spark(keys: Keys) -> ModelConfig:
-    """Spark 2.5. Gates on the output of heads, GELU; some layers see a window of keys."""
+    """Spark 2.5. Gates on the output of heads, GELU; some layers attend to a window of keys."""
 
     def mixer(own: Keys, window: int) -> AttentionConfig:
         return read_attention(own, window=window, own_gate="sigmoid", head_gate=True)
@@ -176,7 +176,7 @@ def spark(keys: Keys) -> ModelConfig:
 @architecture("muse-glimmer")
 def muse_glimmer(keys: Keys) -> ModelConfig:
     """Muse Glimmer. Norms around the blocks and over the heads of q and k, gates on attention's output, a normalized
-    embedding, scaled and capped logits; of four layers three see a window and have RoPE."""
+    embedding, scaled and capped logits; three of four layers attend to a window and have RoPE."""
 
     def mixer(own: Keys, window: int) -> AttentionConfig:
         return HEAD_NORMS(own, rope=ROPE if window else "", window=window, own_gate="sigmoid")
@@ -190,7 +190,7 @@ def muse_glimmer(keys: Keys) -> ModelConfig:
 
 @architecture("cohere2moe", "dense", "experts", "shared")
 def cohere2moe(keys: Keys) -> ModelConfig:
-    """Command A+. As cohere2, of whose four layers the first sees all keys; after a few dense layers experts, whose
+    """Command A+. As cohere2, but the first of four layers attends to all keys; after a few dense layers experts, whose
     output is averaged with that of a shared one."""
     leading = keys.integer("leading_dense_block_count", minimum=0)
     norm = "rms" if keys.number("attention.layer_norm_rms_epsilon", 0.0, minimum=0.0) else "layer"
@@ -216,8 +216,8 @@ def cohere2moe(keys: Keys) -> ModelConfig:
 
 @architecture("maple")
 def maple(keys: Keys) -> ModelConfig:
-    """Maple. Norms over the heads of q and k; some layers see a window and have RoPE, the others neither; experts with
-    limits in every layer."""
+    """Maple. Norms over the heads of q and k; some layers attend to a window and have RoPE, the others neither; experts
+    with limits in every layer."""
 
     def mixer(own: Keys, window: int) -> AttentionConfig:
         return HEAD_NORMS(own, rope=ROPE if window else "", window=window)
@@ -234,8 +234,8 @@ def maple(keys: Keys) -> ModelConfig:
 
 @architecture("mimo2", ignored=PLAIN_QKV)
 def mimo2(keys: Keys) -> ModelConfig:
-    """MiMo 2. Values shorter than keys; some layers see a window, with a RoPE of their own, and have sinks; in most
-    layers experts."""
+    """MiMo 2. Values shorter than keys; some layers attend to a window, with a RoPE of their own, and have sinks; in
+    most layers experts."""
     predicting = predicting_layers(keys, known=False)
     windows = _windows(keys, 1)[: predicting.count]
     factor = keys.number("attention.value_scale", 0.0, minimum=0.0) or 1.0
@@ -260,9 +260,9 @@ def mimo2(keys: Keys) -> ModelConfig:
 
 @architecture("step35")
 def step35(keys: Keys) -> ModelConfig:
-    """Step 3.5. Norms over the heads of q and k, gates on the output of heads; most layers see a window, with heads and
-    a RoPE of their own, the others rotate half as many columns; in most layers experts with limits beside a shared
-    one."""
+    """Step 3.5. Norms over the heads of q and k, gates on the output of heads; most layers attend to a window, with
+    heads and a RoPE of their own, the others rotate half as many columns; in most layers experts with limits and a
+    shared one."""
     predicting = predicting_layers(keys, known=False)
     windows = _windows(keys, 4, dense_first=True)[: predicting.count]
 
@@ -292,7 +292,7 @@ def step35(keys: Keys) -> ModelConfig:
 @architecture("dots3note", "dense", "experts", "shared")
 def dots3note(keys: Keys) -> ModelConfig:
     """dots 3. Latent attention with a norm of the key's rotating columns and gates on the output of heads; some layers
-    see a window, with sizes and a RoPE of their own, the others the keys that an indexer chooses."""
+    attend to a window, with sizes and a RoPE of their own, the others to the keys that an indexer chooses."""
     predicting, block = predicting_layers(keys, known=False), dense_then(keys, deepseek_experts)
     windows = _windows(keys, 4)[: predicting.count]
     gate: dict[str, Any] = {"own_gate": "sigmoid", "head_gate": True}

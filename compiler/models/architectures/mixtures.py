@@ -37,8 +37,8 @@ HEAD_NORMS = partial(read_attention, head_norms=True)
 
 
 def beside_shared(keys: Keys, **variant: Any) -> ExpertsConfig:
-    """Experts of a layer, chosen and weighted as the file says, beside as many shared ones. `variant`: as of
-    `read_experts`."""
+    """The experts of a layer, chosen and weighted as the file says, with as many shared ones in addition. `variant`:
+    see `read_experts`."""
     size = keys.integer("expert_feed_forward_length")
     fields: dict[str, Any] = experts_weighting(keys) | {"selection_bias": keys.owns("exp_probs_b.bias")}
     fields["shared"] = shared_expert(size * keys.integer("expert_shared_count", 0, minimum=0))
@@ -46,7 +46,7 @@ def beside_shared(keys: Keys, **variant: Any) -> ExpertsConfig:
 
 
 def idle_blocks(keys: Keys) -> tuple[str, ...]:
-    """The dense blocks beside experts: llama.cpp takes the experts of a layer that has both."""
+    """The dense blocks of layers that also have experts: llama.cpp uses the experts only."""
     sparse = [f"blk.{own.layer}." for own in each_layer(keys) if own.owns("ffn_gate_inp.weight")]
     of_both = tuple(f"{layer}ffn_{which}." for layer in sparse for which in ("gate", "up", "down"))
     return tuple(name for name in keys.tensors if name.startswith(of_both))
@@ -54,7 +54,7 @@ def idle_blocks(keys: Keys) -> tuple[str, ...]:
 
 @architecture("deepseek")
 def deepseek(keys: Keys) -> ModelConfig:
-    """DeepSeek V1. As llama; after a few dense layers experts, whose weights do not add up to 1, beside shared ones."""
+    """DeepSeek V1. As llama; after a few dense layers experts, whose weights do not add up to 1, and shared ones."""
     experts = partial(beside_shared, gating="softmax", normalize=False)
     return read_uniform(keys, neox=False, block=dense_then(keys, experts))
 
@@ -67,7 +67,7 @@ def bailingmoe(keys: Keys) -> ModelConfig:
 
 @architecture("bailingmoe2")
 def bailingmoe2(keys: Keys) -> ModelConfig:
-    """Ling 2, Ring. Norms over the heads of q and k; after a few dense layers experts beside a shared one."""
+    """Ling 2, Ring. Norms over the heads of q and k; after a few dense layers experts and a shared one."""
     predicting = predicting_layers(keys, known=False)
 
     def experts(own: Keys) -> ExpertsConfig:
@@ -82,13 +82,13 @@ def bailingmoe2(keys: Keys) -> ModelConfig:
 
 @architecture("dots1")
 def dots1(keys: Keys) -> ModelConfig:
-    """dots.llm1. Norms over the heads of q and k; after a few dense layers experts beside shared ones."""
+    """dots.llm1. Norms over the heads of q and k; after a few dense layers experts and shared ones."""
     return read_uniform(keys, True, HEAD_NORMS, dense_then(keys, beside_shared))
 
 
 @architecture("hunyuan-moe")
 def hunyuan_moe(keys: Keys) -> ModelConfig:
-    """Hunyuan A13B. As hunyuan-dense, with experts beside a shared one in every layer."""
+    """Hunyuan A13B. As hunyuan-dense, with experts and a shared one in every layer."""
 
     def experts(own: Keys) -> ExpertsConfig:
         size = own.integer("feed_forward_length")
@@ -128,7 +128,7 @@ def arctic(keys: Keys) -> ModelConfig:
 
 @architecture("hy_v3", "dense", "experts", "shared")
 def hy_v3(keys: Keys) -> ModelConfig:
-    """Hunyuan 3. Norms over the heads of q and k; in some layers experts beside a shared one."""
+    """Hunyuan 3. Norms over the heads of q and k; in some layers experts and a shared one."""
     predicting = predicting_layers(keys, known=False)
 
     def block(own: Keys) -> Block:
@@ -194,8 +194,8 @@ def grovemoe(keys: Keys) -> ModelConfig:
 
 @architecture("minimax-m3")
 def minimax_m3(keys: Keys) -> ModelConfig:
-    """MiniMax M3. Norms over the heads of q and k, partial RoPE, a clamped SwiGLU; after a few dense layers experts
-    beside shared ones, and attention to the best blocks of keys of each KV head."""
+    """MiniMax M3. Norms over the heads of q and k, partial RoPE, a clamped SwiGLU; after a few dense layers experts and
+    shared ones, and attention to the best blocks of keys of each KV head."""
     leading = keys.integer("leading_dense_block_count", 0, minimum=0)
     names = "head_count", "key_length", "top_k", "block_size"
     heads, dim, blocks, size = (keys.integer(f"attention.indexer.{name}") for name in names)

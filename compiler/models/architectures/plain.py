@@ -216,7 +216,7 @@ def phi2(keys: Keys) -> ModelConfig:
 
 @architecture("gptneox")
 def gptneox(keys: Keys) -> ModelConfig:
-    """GPT-NeoX, Pythia. Attention and a block without a gate, one beside the other in most models; partial RoPE."""
+    """GPT-NeoX, Pythia. Attention, and a block without a gate; in most models the two are parallel; partial RoPE."""
     norms = {"parallel": keys.flag("use_parallel_residual", True)}
     return read_uniform(keys, neox=True, block=UNGATED_GELU, norms=norms, norm="layer")
 
@@ -232,7 +232,7 @@ def falcon(keys: Keys) -> ModelConfig:
 @architecture("stablelm")
 def stablelm(keys: Keys) -> ModelConfig:
     """StableLM. Layer norms, partial RoPE; in some models norms of each head of q and of k, or attention and the block
-    beside one another."""
+    are parallel."""
     mixer = partial(read_attention, each_norm="layer" if keys.owns("attn_q_norm.weight") else "")
     norms = {} if keys.owns("ffn_norm.weight") else SHARED_NORM
     return read_uniform(keys, True, mixer, norms=norms, norm="layer")

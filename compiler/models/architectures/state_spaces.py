@@ -1,5 +1,5 @@
-"""Decoders with states for each column, as Mamba-1 has them, or for each head without gates: most of their layers, the
-others attention."""
+"""Decoders most of whose layers keep states: for each column, as in Mamba-1, or for each head without gates. The other
+layers are attention."""
 
 from functools import partial
 from typing import Any
@@ -35,7 +35,8 @@ def mamba(keys: Keys) -> ModelConfig:
 
 
 def read_mamba(keys: Keys, **variant) -> MambaConfig:
-    """The state space, the same in all layers that have one. `variant`: fields of MambaConfig instead of the file's."""
+    """The state space, which is the same in all layers that have one. `variant`: fields of MambaConfig that replace the
+    file's."""
     inner, state = keys.integer("ssm.inner_size"), keys.integer("ssm.state_size")
     check_multiple(keys, "inner size of the state space", inner)
     check_multiple(keys, "state's size", state, VECTOR)
@@ -45,8 +46,8 @@ def read_mamba(keys: Keys, **variant) -> MambaConfig:
 
 @architecture("jamba", "states")
 def jamba(keys: Keys) -> ModelConfig:
-    """Jamba. Most layers are selective state spaces with norms, the others attention without RoPE; which, the number of
-    KV heads says layer by layer; in some layers experts."""
+    """Jamba. Most layers are selective state spaces with norms, the others attention without RoPE; the number of KV
+    heads, layer by layer, says which. Some layers have experts."""
     mixers = attention_or(keys, read_mamba(keys, norms="weight"), "")
 
     def block(own: Keys) -> Block:
@@ -73,8 +74,8 @@ def plamo2(keys: Keys) -> ModelConfig:
 
 @architecture("minimax-01")
 def minimax_01(keys: Keys) -> ModelConfig:
-    """MiniMax 01. Of eight layers seven have linear attention, whose states decay, the last attention; experts in every
-    layer; the residual stream is that after the norms, with a factor."""
+    """MiniMax 01. Seven of eight layers have linear attention, whose states decay, the last one attention; experts in
+    every layer. The residual that a block's result is added to is the normed stream, times a factor."""
     count = read_layers(keys)
     if keys.has("attention.recurrent_layers"):
         linear = keys.flags("attention.recurrent_layers", count)

@@ -1,5 +1,5 @@
-"""Decoders with layers that keep a state (selective state spaces, delta nets, short convolutions), most of them beside
-layers of attention; and Granite, of which some have none."""
+"""Decoders with layers that keep a state (selective state spaces, delta nets, short convolutions); most have layers of
+attention, too. And Granite, of which some models have no such layers."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -66,7 +66,7 @@ def mamba2(keys: Keys) -> ModelConfig:
 
 
 def read_mamba2(keys: Keys, norm: bool = True) -> Mamba2Config:
-    """The state space, the same in all layers that have one. norm: whether it has one."""
+    """The state space, which is the same in all layers that have one. norm: whether it has a norm."""
     inner, state = keys.integer("ssm.inner_size"), keys.integer("ssm.state_size")
     heads, groups = keys.integer("ssm.time_step_rank"), keys.integer("ssm.group_count")
     for what, size, by in (("inner size", inner, heads), ("heads", heads, groups)):
@@ -91,15 +91,15 @@ def falcon_h1(keys: Keys) -> ModelConfig:
 
 @architecture("nemotron_h", "dense", "experts", "shared", "states")
 def nemotron_h(keys: Keys) -> ModelConfig:
-    """NVIDIA Nemotron H and Nano. A layer is one of a state space, attention without RoPE and a dense block without a
-    gate: which, the numbers of KV heads and of the block's columns say layer by layer."""
+    """NVIDIA Nemotron H and Nano. Each layer is a state space, or attention without RoPE, or a dense block without a
+    gate; the numbers of KV heads and of the block's columns, layer by layer, say which."""
     return _read_single(keys, partial(read_feed_forward, act="relu_sq", gated=False))
 
 
 @architecture("nemotron_h_moe", "dense", "experts", "shared", "states")
 def nemotron_h_moe(keys: Keys) -> ModelConfig:
-    """NVIDIA Nemotron 3 Nano and Super. As nemotron_h, with experts without gates in the place of dense blocks, beside
-    a shared one; in some models the experts get fewer columns."""
+    """NVIDIA Nemotron 3 Nano and Super. As nemotron_h, with experts without gates in the place of dense blocks, and a
+    shared one; in some models the experts get fewer columns."""
 
     def experts(own: Keys) -> Block:
         if not own.integer("expert_count", 0, minimum=0):
@@ -123,7 +123,7 @@ def nemotron_h_moe(keys: Keys) -> ModelConfig:
 
 
 def _read_single(keys: Keys, block: Callable[[Keys], Block]) -> ModelConfig:
-    """A model whose layers are one thing each. block: of the keys of a layer."""
+    """A model whose layers each have a mixer or a block only. block: makes a layer's block from its keys."""
     mixers = attention_or(keys, read_mamba2(keys), "")
     sizes = keys.integers("feed_forward_length", len(mixers), minimum=0)
     layers = [
@@ -137,7 +137,7 @@ def _read_single(keys: Keys, block: Callable[[Keys], Block]) -> ModelConfig:
 @architecture("granitemoe")
 def granite(keys: Keys) -> ModelConfig:
     """IBM Granite 3 and 4. As llama, with factors on the embedding, the attention's scores, the outputs of the blocks
-    and the logits; in some models experts in every layer, beside a shared expert."""
+    and the logits; in some models experts in every layer, and a shared expert."""
     return _read_granite(keys, [read_attention(own, **_granite_attention(own)) for own in each_layer(keys)])
 
 
@@ -151,7 +151,7 @@ def minicpm(keys: Keys) -> ModelConfig:
 
 @architecture("granite_swa")
 def granite_swa(keys: Keys) -> ModelConfig:
-    """IBM Granite with sinks; some layers see a window of keys, some have no RoPE."""
+    """IBM Granite with sinks; some layers attend to a window of keys, some have no RoPE."""
     count, window = read_layers(keys), keys.integer("attention.sliding_window")
     local, rotated = (
         keys.flags("attention.sliding_window_pattern", count),
@@ -167,13 +167,13 @@ def granite_swa(keys: Keys) -> ModelConfig:
 
 @architecture("granitehybrid", "states")
 def granitehybrid(keys: Keys) -> ModelConfig:
-    """IBM Granite 4 H. Most layers are selective state spaces (Mamba-2), the others attention; which, the number of KV
-    heads says layer by layer. Every layer has a dense block or experts beside a shared one."""
+    """IBM Granite 4 H. Most layers are selective state spaces (Mamba-2), the others attention; the number of KV heads,
+    layer by layer, says which. Every layer has a dense block, or experts and a shared expert."""
     return _read_granite(keys, attention_or(keys, read_mamba2(keys), **_granite_attention(keys)))
 
 
 def _granite_attention(keys: Keys) -> dict[str, Any]:
-    """Fields of Granite's AttentionConfig."""
+    """The fields of Granite's AttentionConfig."""
     return {
         "rope": ROPE if keys.flag("rope.scaling.finetuned", True) else "",
         "scale": keys.number("attention.scale", 0.0, minimum=0.0),
@@ -183,11 +183,12 @@ def _granite_attention(keys: Keys) -> dict[str, Any]:
 def _read_granite(
     keys: Keys, mixers: Sequence[Mixer], factors: Mapping[str, float] = MappingProxyType({}), merged: bool = False
 ) -> ModelConfig:
-    """A model whose layers have these mixers. factors: by their key, where the file has none. merged: of the shared
-    expert.
+    """A model whose layers have these mixers. factors: by key, used if the file has none. merged: whether the shared
+    expert's gate and up are merged.
 
-    The residual stream x of the original is kept as x / residual_scale: then blocks add their outputs as they are, and
-    norms, whose results do not depend on a factor of x, only need another epsilon."""
+    The original's residual stream x is kept as x / residual_scale: then blocks add their outputs without a factor, and
+    norms, whose results do not depend on a factor of x, only need another epsilon.
+    """
 
     def factor(key: str) -> float:
         return keys.number(key, factors.get(key, 0.0), minimum=0.0) or 1.0
@@ -214,13 +215,13 @@ def _read_granite(
 @architecture("qwen35", "dense", "states")
 def qwen35(keys: Keys) -> ModelConfig:
     """Qwen 3.5 and later, dense. Three of four layers are delta nets, the others attention with partial RoPE, head
-    norms and an output gate. A block for multi-token prediction, which has attention, stands at the end."""
+    norms and an output gate. The last layer, with attention, is for multi-token prediction."""
     return _read_qwen(keys, read_feed_forward)
 
 
 @architecture("qwen35moe", "experts", "shared", "states")
 def qwen35moe(keys: Keys) -> ModelConfig:
-    """Qwen 3.5 and later with experts beside a gated shared expert in every layer."""
+    """Qwen 3.5 and later with experts and a gated shared expert in every layer."""
     return _read_qwen(keys, qwen_experts)
 
 
@@ -239,7 +240,7 @@ def qwen_experts(keys: Keys) -> ExpertsConfig:
 
 
 def _read_qwen(keys: Keys, block: Callable[[Keys], Block], **variant) -> ModelConfig:
-    """A model of delta nets and attention with that block in each layer. `variant`: of DeltaNetConfig."""
+    """A model of delta nets and attention, with this block in each layer. `variant`: fields of DeltaNetConfig."""
     predicting, delta = predicting_layers(keys), delta_net(keys, **variant)
     recurrent = [*recurrent_layers(keys, predicting.count), False]
 
@@ -257,7 +258,7 @@ def _read_qwen(keys: Keys, block: Callable[[Keys], Block], **variant) -> ModelCo
 
 
 def recurrent_layers(keys: Keys, count: int) -> list[bool]:
-    """Which layers are delta nets."""
+    """For each layer, whether it is a delta net."""
     if keys.has("attention.recurrent_layers"):
         return keys.flags("attention.recurrent_layers", read_layers(keys))[:count]
     interval = keys.integer("full_attention_interval", INTERVAL)
@@ -283,9 +284,9 @@ def check_heads(keys: Keys, heads: int, size: int) -> None:
 
 @architecture("kimi-linear", ignored=("attn_q.bias", "attn_k.bias", "attn_v.bias"))
 def kimi_linear(keys: Keys) -> ModelConfig:
-    """Kimi Linear. Most layers are delta nets whose states decay channel by channel, the others have latent attention
-    without rotation; which, the number of KV heads says layer by layer. After a few dense layers experts beside a
-    shared one."""
+    """Kimi Linear. Most layers are delta nets whose states decay channel by channel, the others latent attention
+    without rotation; the number of KV heads, layer by layer, says which. After a few dense layers, layers have experts
+    and a shared expert."""
     heads, size = keys.at(0).integer("attention.head_count"), keys.integer("kda.head_dim")
     check_heads(keys, heads, size)
     delta = ChannelDeltaConfig(heads, size, read_taps(keys, "ssm.conv_kernel"))
@@ -352,8 +353,8 @@ def bailingmoe3(keys: Keys) -> ModelConfig:
 
 @architecture("lfm2")
 def lfm2(keys: Keys) -> ModelConfig:
-    """LFM2 and LFM2.5. Most layers mix by short gated convolutions, the others by attention with head norms; which, the
-    number of KV heads says layer by layer."""
+    """LFM2 and LFM2.5. Most layers are short gated convolutions, the others attention with head norms; the number of KV
+    heads, layer by layer, says which."""
     return _read_lfm2(keys, read_feed_forward)
 
 

@@ -67,8 +67,8 @@ def hy_v4(keys: Keys) -> ModelConfig:
 
 @architecture("deepseek4", ignored=("exp_probs_b_vl.bias",))
 def deepseek4(keys: Keys) -> ModelConfig:
-    """DeepSeek V4. Attention to compressed keys, hyper connections, experts beside a shared one, in the first layers
-    by token; their activations have limits."""
+    """DeepSeek V4. Attention to compressed keys, hyper connections, experts with limits on their activations, and a
+    shared one; in the first layers, experts are chosen by token."""
     predicting, vocab = predicting_layers(keys, known=False), vocabulary(keys)
     ratios = keys.numbers("attention.compress_ratios")  # of layers that predict, too
     if len(ratios) < read_layers(keys):

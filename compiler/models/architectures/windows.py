@@ -1,4 +1,4 @@
-"""Decoders in which some layers see only the last keys: a window or a chunk of them."""
+"""Decoders in which some layers attend to the last keys only: a window or a chunk of them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -49,8 +49,8 @@ def _layers(
     keys: Keys, pattern: int, mixer: Read, local: dict[str, Any] | None,
     block: Callable[[Keys], Block], **norms: Any,
 ) -> list[LayerConfig]:  # fmt: skip
-    """Of every `pattern` layers the last one has `mixer`, the others with the fields of `local`; None: all have
-    `mixer`."""
+    """The layers. The last one of every `pattern` layers has `mixer`, the others `mixer` with the fields of `local`;
+    local None: all have `mixer`."""
     count = read_layers(keys)
     windowed = local_layers(keys, count, pattern) if local else [False] * count
     return [
@@ -60,14 +60,14 @@ def _layers(
 
 
 def _window(keys: Keys) -> int:
-    """Keys that a layer with a window sees; 0: there are no such layers."""
+    """The window of layers that have one; 0: no layer has a window."""
     return keys.integer("attention.sliding_window", 0, minimum=0)
 
 
 @architecture("cohere2", "dense")
 def cohere2(keys: Keys) -> ModelConfig:
-    """Command R7B. One layer norm for attention and feed-forward, which run in parallel; of four layers three see a
-    window of keys and have RoPE, the last has neither; scaled logits."""
+    """Command R7B. One layer norm for attention and feed-forward, which run in parallel; three of four layers attend to
+    a window of keys and have RoPE, the last has neither; scaled logits."""
     local = {"window": keys.integer("attention.sliding_window"), "rope": ROPE}
     layers = _layers(keys, 4, partial(read_attention, rope=""), local, read_feed_forward, **SHARED_NORM)
     ropes = rotations(keys, layers, neox=False)
@@ -76,8 +76,8 @@ def cohere2(keys: Keys) -> ModelConfig:
 
 @architecture("exaone4")
 def exaone4(keys: Keys) -> ModelConfig:
-    """EXAONE 4. Norms after the blocks only, and over each head of q and k. In the large model three of four layers see
-    a window of keys, and the fourth has no RoPE."""
+    """EXAONE 4. Norms after the blocks only, and over each head of q and k. In the large model three of four layers
+    attend to a window of keys, and the fourth has no RoPE."""
     mixer, local = partial(read_attention, head_norms=True), None
     if read_layers(keys) == EXAONE4_32B:
         local = {"window": keys.integer("attention.sliding_window"), "rope": ROPE}
@@ -89,7 +89,7 @@ def exaone4(keys: Keys) -> ModelConfig:
 @architecture("gemma2")
 def gemma2(keys: Keys) -> ModelConfig:
     """Gemma 2. RMS norms before and after each block, GELU gate, scaled embedding, softcaps on attention's scores and
-    on the logits; every other layer, the first included, sees a window of keys."""
+    on the logits; every other layer, the first included, attends to a window of keys."""
     mixer = _gemma_attention(keys, GEMMA2_27B, softcap=keys.number("attn_logit_softcapping", 50.0))
     local = {"window": keys.integer("attention.sliding_window", 4096)}
     return _read_gemma(keys, 2, mixer, local, keys.number("final_logit_softcapping", 30.0))
@@ -97,8 +97,8 @@ def gemma2(keys: Keys) -> ModelConfig:
 
 @architecture("gemma3")
 def gemma3(keys: Keys) -> ModelConfig:
-    """Gemma 3. As gemma2 with norms over the heads of q and k instead of softcaps; of six layers five see a window of
-    keys, with a RoPE of their own."""
+    """Gemma 3. As gemma2 with norms over the heads of q and k instead of softcaps; five of six layers attend to a
+    window of keys, with a RoPE of their own."""
     mixer, local = _gemma_attention(keys, GEMMA3_27B, head_norms=True, images=True), None
     if window := _window(keys):
         local = {"window": window, "rope": LOCAL_ROPE}
@@ -106,7 +106,7 @@ def gemma3(keys: Keys) -> ModelConfig:
 
 
 def _gemma_attention(keys: Keys, by_hidden: int, **variant) -> Read:
-    """by_hidden: layers of the model whose scores are scaled by the hidden size."""
+    """by_hidden: numbers of layers of models whose scores are scaled by the hidden size."""
     if read_layers(keys) == by_hidden:
         variant["scale"] = (keys.integer("embedding_length") / keys.integer("attention.head_count")) ** -0.5
     return partial(read_attention, **variant)
@@ -120,7 +120,8 @@ def _read_gemma(keys: Keys, pattern: int, mixer, local, softcap: float) -> Model
 
 
 def local_rotations(keys: Keys, layers: Sequence[LayerConfig], neox: bool, **variant) -> dict[str, RopeConfig]:
-    """LOCAL_ROPE, if layers use it: with a base of its own, unscaled. `variant`: as of `read_rope`."""
+    """{LOCAL_ROPE: its RoPE}, if layers use it: with a base of its own, without context extension. `variant`: see
+    `read_rope`."""
     base = keys.number("rope.freq_base_swa", 10000.0)
     return rotations(keys, layers, neox, LOCAL_ROPE, **({"scaled": False, "base": base} | variant))
 
@@ -137,8 +138,8 @@ def gpt_oss(keys: Keys) -> ModelConfig:
 
 @architecture("llama4")
 def llama4(keys: Keys) -> ModelConfig:
-    """Llama 4, text. Of four layers three have RoPE and see a chunk of keys, the last has a temperature; experts take
-    their input times its weight, beside a shared expert."""
+    """Llama 4, text. Three of four layers have RoPE and attend to a chunk of keys, the last one has a temperature. The
+    experts' input, instead of their output, is multiplied by the weight; there is a shared expert."""
     # heads are normalized after RoPE, without weights: rotations keep the norm, so before is the same
     local = {"chunk": CHUNK, "head_norms": keys.integer("expert_count") != MAVERICK, "norm_weights": False}
     every = {"rope": "", "temperature": TemperatureConfig(0.1, CHUNK, offset=1)}
@@ -156,7 +157,7 @@ def llama4(keys: Keys) -> ModelConfig:
 @architecture("olmo2")
 def olmo2(keys: Keys) -> ModelConfig:
     """OLMo 2 and 3. Norms after the blocks only, RMS norms over all of q and all of k. In OLMo 3 three of four layers
-    see a window of keys, with an unscaled RoPE."""
+    attend to a window of keys, with an unscaled RoPE."""
     window = _window(keys)
     local = {"window": window, "rope": LOCAL_ROPE} if window else None
     layers = _layers(keys, 4, partial(read_attention, row_norms=True), local, read_feed_forward, **NORMS_AFTER)

@@ -1,4 +1,4 @@
-"""Attention to keys that stand for several positions each (DeepSeek V4).
+"""Attention to compressed keys, which stand for several positions each (DeepSeek V4).
 
-config.py has its formula, its tensors and what it keeps of sequences, attention.py its graph.
+config.py has the formula, the tensors, and the states and caches; attention.py emits the graph.
 """

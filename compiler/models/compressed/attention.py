@@ -1,7 +1,8 @@
-"""Attention to compressed keys in a decoder's graph: `CompressedConfig` has the formula.
+"""Emits attention to compressed keys; `CompressedConfig` has the formula.
 
-A block's softmax is computed along the sequence as two running sums of each column, of exp(score) * value and of
-exp(score), which begin anew where a block begins: an SsmScan whose decay is 0 there and 1 elsewhere.
+The softmax over a block is computed along the sequence as two running sums for each column, of exp(score) * value and
+of exp(score). They restart where a block begins: this is an SsmScan whose decay is 0 at such positions, and 1
+elsewhere.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ if TYPE_CHECKING:
 
 OPS: Any = relax.op
 COMPRESSED_ROPE, BLOCK_ROPE, BACK = "compressed_rope", "block_rope", "_back"  # keys of ModelConfig.ropes
-MOST = 40.0  # of a score's magnitude: sums of exp stay finite
-# dt of a scan in which states decay to nothing, and stay as they are
+MOST = 40.0  # limit of a score's magnitude, so that sums of exp stay finite
+# dt of a scan with which a state decays to 0 (ANEW), and with which it does not decay (ON)
 ANEW, ON = -128.0, -(2.0**-30)
-UNSEEN = -1e30  # in the place of an index key's score
+UNSEEN = -1e30  # the weight that excludes positions within a block from the choice
 
 
 def attention(g: Graph, h, i: int) -> list:
+    """The term of attention of layer i. h: the normed rows."""
     a, block = g.config.layers[i].mixer, f"blk.{i}."
     assert isinstance(a, CompressedConfig)
     rope = COMPRESSED_ROPE if a.ratio else ROPE
@@ -49,13 +51,13 @@ def attention(g: Graph, h, i: int) -> list:
 
 
 def _rotated(g: Graph, x, columns: int, name: str) -> relax.Var:
-    """The last columns of each head rotated."""
+    """x with the last columns of each head rotated. columns: of a head."""
     rope = g.config.ropes[name]
     return packed.rotated(g, x, g.parameters[f"{name}.table"][0], columns, rope, columns - rope.dim)
 
 
 def _block_keys(g: Graph, h, a: CompressedConfig, i: int, name: str, dim: int) -> relax.Var:
-    """Of each row the key of the block that ends there; of rows within a block what nothing reads."""
+    """For each row, the key of the block that ends there. Rows within a block get values that are not used."""
     block, columns, sums = f"blk.{i}.{name}_", a.columns(dim), a.sums(dim)
     value, gate = (g.columns(g.linear(h, f"{block}{which}.weight"), 0, columns) for which in ("kv", "gate"))
 
@@ -71,8 +73,8 @@ def _block_keys(g: Graph, h, a: CompressedConfig, i: int, name: str, dim: int) -
     score = g.bb.emit(OPS.exp(decoder_parts.clamped(g, g.bb.emit(OPS.add(gate, ape)), MOST)))
 
     def step_of(position, part):
-        """dt of a running sum: of blocks with even numbers, with odd ones, of all. 0 in other blocks: nothing is
-        added."""
+        """dt of a running sum. part: 0 for blocks with even numbers, 1 for odd ones, 2 for all blocks. In other blocks
+        dt is 0: nothing is added."""
         begins = position % a.ratio == 0
         other: Any = (part < 2) & (position // a.ratio % 2 != part) if a.overlapping else False
         return te.if_then_else(other, 0.0, te.if_then_else(begins, ANEW, ON))
@@ -114,7 +116,7 @@ def _block_keys(g: Graph, h, a: CompressedConfig, i: int, name: str, dim: int) -
 
 
 def _chosen(g: Graph, h, latent, a: CompressedConfig, i: int) -> relax.Var:
-    """The blocks that each row sees, as the positions at which they end."""
+    """The blocks to which each row attends, as the positions at which they end."""
     block, heads, dim = f"blk.{i}.indexer.", a.index_heads, a.index_dim
     op = a.chooser(g.ctx, g.m)
     q = g.columns(g.linear(latent, block + "attn_q_b.weight"), 0, heads * dim)

@@ -1,4 +1,4 @@
-"""What a layer with attention to compressed keys is: its formula, its tensors, its states."""
+"""The configuration of a layer with attention to compressed keys: formula, tensors, states and caches."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,34 +8,38 @@ from mlc_amd.schedules.operators.attention import PAGE, Attention
 
 Shape = tuple[int, ...]
 OVERLAPPING = 4  # the ratio whose blocks overlap, and have an indexer
-SIZE = 16  # numbers of a column's state, of which one counts: kernels take no fewer
-STEP = 32  # columns of a head of such states
+SIZE = 16  # numbers in a column's state; only one is used, but kernels need 16
+STEP = 32  # columns of a head of these states
 
 
 @dataclass(frozen=True)
 class CompressedConfig:
-    """Attention to the last `window` keys, and to those that stand for blocks of `ratio` positions (DeepSeek V4).
+    """Attention to the last `window` keys, and to compressed keys, each of which stands for a block of `ratio`
+    positions (DeepSeek V4).
 
-        k = rope(norm(attn_kv h)), a head's key and value, which all heads share
-        q = rope(norm(attn_q_b norm(attn_q_a h))), of each head, whose norm has no weights
-        attn_output_b attn_output_a (rope back(attention)), attn_output_a with a matrix for each of `groups` of heads
+        k = rope(norm(attn_kv h)), the key and the value of all heads
+        q = rope(norm(attn_q_b norm(attn_q_a h))), where the outer norm is over each head, without weights
+        result = attn_output_b attn_output_a (rope back(attention)); attn_output_a has a matrix for each group of heads
 
-    A block's key is rope(norm(sum of w_i * (attn_compressor_kv h)_i)), with its first position's angles, over its
-    positions i, w_i, of each column, softmax over i of (attn_compressor_gate h)_i + ape_i, a row of a table by i's
-    place in the block. Blocks of OVERLAPPING positions have twice the columns: the first half's are those of the block
-    before, and count in the same softmax. There an indexer has keys of its own, which are made alike
-    (indexer_compressor); a row sees the `used` blocks with the largest sum over index heads of w * max(q . k, 0),
-    q = rope(indexer.attn_q_b norm(attn_q_a h)), w = indexer.proj h / sqrt(index heads * columns), if there are more.
-    A row sees the blocks that end at or before it. The last columns rotate.
+    The key of a block is rope(norm(sum over its positions i of w_i * (attn_compressor_kv h)_i)), rotated by its first
+    position. w_i is, for each column, the softmax over i of (attn_compressor_gate h)_i + ape_i; ape_i is a row of a
+    table, by the place of i in the block. Blocks of OVERLAPPING positions have twice the columns: the first half
+    belongs to the positions of the block before, which are in the same softmax.
+
+    Such blocks have an indexer with its own block keys, computed in the same way (indexer_compressor). If there are
+    more than `used` blocks, a row attends to the `used` blocks with the largest sum over index heads of w * max(q . k,
+    0), where q = rope(indexer.attn_q_b norm(attn_q_a h)) and w = indexer.proj h / sqrt(index heads * columns).
+
+    A row attends to blocks that end at or before it. The last columns of a head rotate.
     """
 
     heads: int
     head_dim: int
     window: int
     query_rank: int
-    groups: int  # of heads
+    groups: int  # number of groups of heads
     rank: int  # columns of a group between attn_output_a and attn_output_b
-    ratio: int  # 0: there are no blocks
+    ratio: int  # positions of a block; 0: no blocks
     index_heads: int = 0
     index_dim: int = 0
     used: int = 0
@@ -45,15 +49,15 @@ class CompressedConfig:
         return self.ratio == OVERLAPPING
 
     def columns(self, dim: int) -> int:
-        """Of the compressor of keys with `dim` columns."""
+        """The columns of the compressor of keys with `dim` columns."""
         return dim * (2 if self.overlapping else 1)
 
     def sums(self, dim: int) -> int:
-        """Columns of its running sums: of blocks with even numbers, of odd ones, and of all."""
+        """The columns of its running sums: of blocks with even numbers, of odd ones, and of all blocks."""
         return 2 * dim * (3 if self.overlapping else 1)
 
     def compressors(self) -> Iterator[tuple[str, int]]:
-        """(what its tensors' names begin with, columns of its keys)."""
+        """(beginning of its tensors' names, columns of its keys) of each compressor."""
         if self.ratio:
             yield "attn_compressor", self.head_dim
         if self.overlapping:
@@ -86,7 +90,7 @@ class CompressedConfig:
             yield True, "indexer.attn_q_b.weight", (self.index_heads * self.index_dim, self.query_rank)
 
     def chooses(self, ctx: int) -> bool:
-        """Whether rows see some blocks only, in sequences of up to ctx tokens."""
+        """Whether rows attend to some blocks only, in sequences of up to ctx tokens."""
         return self.overlapping and ctx // self.ratio > self.used
 
     def operator(self, ctx: int, m: int) -> CompressedAttention:
@@ -94,10 +98,11 @@ class CompressedConfig:
         return CompressedAttention(layer=layer, ratio=self.ratio, used=self.used if self.chooses(ctx) else 0, m=m)
 
     def chooser(self, ctx: int, m: int) -> SelectKeys:
-        """What chooses blocks, as positions at which they end. One more head and column keep other positions away."""
+        """The operator that chooses blocks, as the positions at which they end. It has one more head, and further
+        columns, which exclude all other positions."""
         return SelectKeys(heads=self.index_heads + 1, d=self.index_dim + SIZE, used=self.used, ctx=ctx, m=m)
 
     def caches(self, ctx: int) -> dict[str, Shape]:
-        """The shapes of what it keeps of positions, float16, by the beginnings of their names."""
+        """{beginning of the name: shape} of the float16 caches."""
         found = self.operator(ctx, 1).caches
         return found | ({"ik": (ctx // PAGE, PAGE, self.index_dim + SIZE)} if self.chooses(ctx) else {})

@@ -1,6 +1,5 @@
-"""Models that guess the next tokens of another one, and read its rows.
+"""Drafts: models that guess the next tokens of another model, and read its rows.
 
-config.py  what they are, of the model's own predictor layers, too
-files.py   GGUF files of drafts as a part of the model that they guess for
-graphs.py  their functions
+config.py  their configuration, also that of the model's own predictor layers files.py   reads GGUF files of drafts, and
+joins a draft with its model graphs.py  emits their functions
 """

@@ -1,8 +1,9 @@
-"""Drafts that read rows of the model they guess for: GGUF's architectures `eagle3`, `dflash` and `gemma4-assistant`.
+"""Reads drafts that read rows of the model for which they guess: GGUF's architectures `eagle3`, `dflash` and
+`gemma4-assistant`.
 
-In: the metadata and the tensors' names of a draft's file (`read_draft`). Out: `Draft`; `joined` has the configuration
-of a model with it. Key names, defaults and which tensors may be missing are those of llama.cpp (src/models/eagle3.cpp,
-dflash.cpp, gemma4-assistant.cpp).
+In: the metadata and the names of tensors in a draft's file (`read_draft`). Out: `Draft`; `joined` returns the
+configuration of a model with its draft. Names of keys, defaults, and which tensors are optional are llama.cpp's
+(src/models/eagle3.cpp, dflash.cpp, gemma4-assistant.cpp).
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -28,10 +29,10 @@ from mlc_amd.compiler.models.tensors import Shape, layer_tensors
 from mlc_amd.runtime.artifact.manifest_draft import MOST_BLOCK
 from mlc_amd.runtime.errors import UserError, shorten
 
-PREFIX = "draft."  # of the names of a draft's tensors that are no layer's, and of its ropes
+PREFIX = "draft."  # prefix of the names of a draft's tensors outside of layers, and of its ropes
 TOKENS = "d2t"  # the tensor with the token of each row of a draft's output
-PLACES = f"{PREFIX}t2d"  # the reverse: of each token the row, -1 for none; a vector
-# Tensors of kinds of dflash that compute something else besides: what they are called
+PLACES = f"{PREFIX}t2d"  # the inverse, a vector: the row of each token, -1 for none
+# A tensor that only another kind of dflash has: the name of this kind
 OTHER_KINDS = {"markov_w1.weight": "DSpark", "selector_hidden.weight": "DFlash 2", "hc_head_fn.weight": "DSpark"}
 EMBEDDINGS = "token_embd.weight", "output.weight"
 UNUSED = ("masked_embd_centroids.weight", "masked_embd_ordering")
@@ -39,13 +40,13 @@ UNUSED = ("masked_embd_centroids.weight", "masked_embd_ordering")
 
 @dataclass(frozen=True)
 class Draft:
-    """What a draft's file says. tokens: of the vocabulary, as far as the file knows; others: (name, shape) of the
-    tensors that are no layer's, with columns of the model's rows as 0. unused: tensors that are not read."""
+    """The contents of a draft's file. tokens: size of the vocabulary; 0 if the file does not say. unused: tensors that
+    are not read."""
 
     config: DraftConfig
     layers: tuple[LayerConfig, ...]
     ropes: dict[str, RopeConfig]
-    columns: int  # of the rows of the model that it takes; 0: of any
+    columns: int  # columns of the model's rows that it reads
     tokens: int
     unused: tuple[str, ...] = ()
 
@@ -54,16 +55,16 @@ Reader = Callable[[Keys], Draft]
 
 
 def read_draft(metadata: dict[str, object], tensors: Collection[str], path: str) -> Draft:
-    """tensors: shapes by name. UserError for what cannot be compiled."""
+    """The draft in a file. tensors: shapes by name. Raises UserError for a draft that cannot be compiled."""
     keys = Keys(metadata, tensors, path)
     keys.prefix = keys.string("general.architecture")
     if keys.prefix not in DRAFTS:
-        raise keys.error(f"architecture {shorten(keys.prefix)} is no draft that reads a model's rows")
+        raise keys.error(f"architecture {shorten(keys.prefix)} is not a draft that reads a model's rows")
     return DRAFTS[keys.prefix](keys)
 
 
 def _draft(keys: Keys, layers: list[LayerConfig], ropes: dict[str, RopeConfig], columns: int, **variant) -> Draft:
-    """columns: of Draft; variant: fields of DraftConfig."""
+    """A draft with these layers. columns: see `Draft`. variant: fields of DraftConfig."""
     hidden = keys.integer("embedding_length")
     check_multiple(keys, "hidden size", hidden)
     for layer in layers:
@@ -87,14 +88,14 @@ def _draft(keys: Keys, layers: list[LayerConfig], ropes: dict[str, RopeConfig], 
 def _target_layers(keys: Keys) -> tuple[int, ...]:
     found = keys.metadata.get(keys.full("target_layers"))
     if not isinstance(found, list) or not found or not all(type(one) is int and 0 <= one < 1 << 16 for one in found):
-        raise keys.error(f"metadata key {keys.full('target_layers')} is no list of layers; convert the model again")
+        raise keys.error(f"metadata key {keys.full('target_layers')} is not a list of layers; convert the model again")
     if len(set(found)) < len(found):
         raise keys.error(f"{keys.full('target_layers')} names a layer twice; convert the model again")
     return tuple(found)
 
 
 def eagle3(keys: Keys) -> Draft:
-    """EAGLE-3: one layer, whose attention reads a token and a row that is made of those of three layers."""
+    """EAGLE-3: one layer, whose attention reads a token, and a row made of the rows of three layers of the model."""
     kept = _target_layers(keys)
     if len(kept) != 3 or read_layers(keys) != 1:
         raise keys.error("an eagle3 draft has one layer, and reads three of the model; convert the model again")
@@ -113,7 +114,8 @@ def eagle3(keys: Keys) -> Draft:
 
 
 def dflash(keys: Keys) -> Draft:
-    """DFlash: a block of tokens at once, whose rows see one another and keys made of rows of the model."""
+    """DFlash: guesses a block of tokens at once. The rows of the block attend to each other, and to keys made of rows
+    of the model."""
     if kind := next((kind for name, kind in OTHER_KINDS.items() if name in keys.tensors), None):
         raise keys.error(f"drafts of the kind {kind} are not supported; use a plain DFlash draft")
     block, causal = keys.integer("block_size", 16, minimum=2, maximum=MOST_BLOCK), keys.flag("attention.causal", False)
@@ -155,7 +157,7 @@ def dflash(keys: Keys) -> Draft:
 
 
 def gemma4_assistant(keys: Keys) -> Draft:
-    """Gemma 4's assistant: a few small layers that attend to keys and values of the model's last ones."""
+    """Gemma 4's assistant: a few small layers that attend to keys and values of the model's last layers."""
     count, columns = read_layers(keys), keys.integer("embedding_length_out")
     local = keys.flags("attention.sliding_window_pattern", count)
     heads = {which: keys.integer(f"attention.key_length{which}") for which in ("", "_swa")}
@@ -164,7 +166,7 @@ def gemma4_assistant(keys: Keys) -> Draft:
 
     def layer(own: Keys, is_local: bool) -> LayerConfig:
         size, rope = heads["_swa" if is_local else ""], LOCAL_ROPE if is_local else ROPE
-        # which layer's keys it attends to, and their heads, follow from the model
+        # `joined` replaces kv_layer and kv_heads: they follow from the model
         mixer = attention(
             own, own.integer("attention.head_count"), 1, size, rope, scale=1.0, head_norms=True, kv_layer=0,
             window=own.integer("attention.sliding_window") if is_local else 0,
@@ -173,7 +175,7 @@ def gemma4_assistant(keys: Keys) -> Draft:
         return LayerConfig(mixer, block, output_scale=True, **NORMS_AROUND)
 
     layers = [layer(keys.at(i), is_local) for i, is_local in enumerate(local)]
-    # the row of a position has the token after it, whose position is one more
+    # The row of position p stands for the token at p + 1.
     ropes = {
         ROPE: read_rope(keys, heads[""], neox=True, base=bases[""], dim=dims[""], offset=1),
         LOCAL_ROPE: read_rope(
@@ -189,7 +191,7 @@ DRAFTS: dict[str, Reader] = {"eagle3": eagle3, "dflash": dflash, "gemma4-assista
 
 
 def tensors(draft: Draft, model: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    """(name, shape) of every tensor of the file, but for TOKENS."""
+    """(name, shape) of every tensor in the draft's file, except TOKENS."""
     d = draft.config
     rows = len(d.kept) * model.hidden
     if d.embedding:
@@ -219,8 +221,8 @@ def tensors(draft: Draft, model: ModelConfig) -> Iterator[tuple[str, Shape]]:
 
 
 def joined(model: ModelConfig, draft: Draft) -> ModelConfig:
-    """The configuration of a model with a draft, in place of its layer of multi-token prediction. UserError where they
-    do not fit together."""
+    """The configuration of a model with a draft, which replaces its layer for multi-token prediction. Raises UserError
+    if the draft is for another model."""
     d, count = draft.config, len(model.decoder_layers)
     if model.encoder:
         raise UserError(f"{d.file}: an embedding model has no use for a draft; leave it out")
@@ -235,7 +237,9 @@ def joined(model: ModelConfig, draft: Draft) -> ModelConfig:
     if d.mask >= model.vocab:
         raise UserError(f"{d.file}: its mask token is {d.mask}, the model has {model.vocab} tokens")
     if not (d.embedding and d.head) and d.hidden != model.hidden:
-        raise UserError(f"{d.file}: it has no token_embd or output, and those of the model are of another width")
+        raise UserError(
+            f"{d.file}: it has no token_embd or output of its own, and those of the model have another width"
+        )
     ropes = {f"{PREFIX}{name}": _renamed(rope) for name, rope in draft.ropes.items()}
     layers = [_layer(model, draft, layer) for layer in draft.layers]
     kept = d.kept if d.own_keys else (count,)
@@ -252,11 +256,11 @@ def _renamed(rope: RopeConfig) -> RopeConfig:
 
 
 def _layer(model: ModelConfig, draft: Draft, layer: LayerConfig) -> LayerConfig:
-    """The layer of a draft, in the model."""
+    """A layer of the draft, as a layer of the model."""
     a, layers = layer.attention, model.decoder_layers
     assert a
     if not draft.config.own_keys:
-        # the last layer's keys or, with a window, those of the last but one, or of the layer that this one attends to
+        # It attends to the keys that the last layer uses or, with a window, the last layer but one.
         index = len(layers) - (2 if a.window else 1)
         source = layers[index].attention if index >= 0 else None
         if source and source.kv_layer is not None:
@@ -264,6 +268,6 @@ def _layer(model: ModelConfig, draft: Draft, layer: LayerConfig) -> LayerConfig:
         a = replace(a, kv_layer=index, kv_heads=source.kv_heads if source else 0)
         if not source or (a.head_dim, a.window) != (source.head_dim, source.window) or a.heads % source.kv_heads:
             raise UserError(f"{draft.config.file}: this draft is for a model with other attention in its last layers")
-        # the row of position p stands for the token after it, and sees the keys up to p
+        # The row of position p stands for the token at p + 1, and attends to the keys up to p: one key less.
         a = replace(a, window=a.window and a.window - 1)
     return replace(layer, mixer=replace(a, rope=a.rope and PREFIX + a.rope), predictor=PredictorConfig())

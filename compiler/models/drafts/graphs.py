@@ -1,5 +1,4 @@
-"""The functions of drafts that read rows of the model they guess for (drafts.py).
-
+"""Emits the functions of drafts that read rows of the model for which they guess (files.py reads these drafts).
 eagle3, of a row with the token at position p, the model's rows x_a, x_b, x_c at p, and the next token t:
 
     g = fc [x_a | x_b | x_c], or of their norm; for a guess after that one y
@@ -16,10 +15,11 @@ dflash, of a row's x_a, x_b ..:
 
     keys and values of each layer = W_k g, W_v g; g = norm(fc [x_a | x_b ..])
 
-and of the block that begins with the first token that is not computed, with tokens `mask` after it: logits of each
-place = output norm(y), y = layers of the embedding, whose rows see the keys before and one another.
+and for the block, which begins with the first token that is not computed and continues with tokens `mask`:
+    logits of each place = output norm(y), y = layers of the embedding; rows attend to earlier keys and to each other
 
-So llama.cpp computes them (src/models/eagle3.cpp, gemma4-assistant.cpp, dflash.cpp; common/speculative.cpp).
+llama.cpp computes them in the same way (src/models/eagle3.cpp, gemma4-assistant.cpp, dflash.cpp;
+common/speculative.cpp).
 """
 
 from __future__ import annotations
@@ -40,18 +40,20 @@ from mlc_amd.schedules.operators.layouts import padded
 if TYPE_CHECKING:
     from mlc_amd.compiler.models.graph import Graph
 
-LOWEST = -1e30  # a finite logit of tokens that a draft does not know
+LOWEST = -1e30  # the logit of tokens that a draft does not know; finite
 
 
 def draft(g: Graph):
-    """One function: the logits of the rows that it answers; g.drafted is what the next guess takes of each row."""
+    """One drafting function. Returns the logits of the rows that it answers; g.drafted becomes the rows that the next
+    guess reads."""
     d = g.config.draft
     assert d
     return GUESSES[d.architecture](g, d)
 
 
 def keys(g: Graph) -> list[relax.Var]:
-    """The function after a step of a draft with blocks: keys and values of the step's rows. Returns the caches."""
+    """The function after a step of the decoder, for drafts with blocks: writes keys and values for the step's rows.
+    Returns the caches."""
     d = g.config.draft
     assert d
     x = g.rms_norm(_fused(g, d), f"{PREFIX}enc.output_norm.weight")
@@ -66,12 +68,12 @@ def _keys_of(g: Graph, x, i: int):
 
 
 def _layers(g: Graph) -> list[tuple[int, LayerConfig]]:
-    """The draft's: number, configuration."""
+    """(number, configuration) of the draft's layers."""
     return list(enumerate(g.config.layers))[len(g.config.decoder_layers) :]
 
 
 def _fused(g: Graph, d: DraftConfig):
-    """The rows of the model's layers, made one."""
+    """The rows of the model's layers, combined to one row each."""
     x = g.joined(*(g.kept(layer) for layer in d.kept))
     if d.early_norm:
         x = g.rms_norm(x, f"{PREFIX}enc.output_norm.weight")
@@ -83,14 +85,14 @@ def _embedding(g: Graph, d: DraftConfig, scale: float = 1.0):
 
 
 def _logits(g: Graph, d: DraftConfig, x):
-    """Of all tokens, by the draft's output matrix or the one that stands for it."""
+    """The logits of all tokens, by the draft's output matrix or, without one, the model's."""
     matrix = PREFIX + d.head if d.head else "token_embd.weight" if g.config.tied else "output.weight"
     y = g.linear(g.answers(x, f"{PREFIX}output_norm"), matrix)
     return _of_tokens(g, y) if d.vocab else y
 
 
 def _of_tokens(g: Graph, logits):
-    """Logits of rows of the draft's output to logits of all tokens."""
+    """Converts logits of the rows of the draft's output matrix to logits of all tokens."""
     tokens, m = g.config.vocab, shape_of(logits)[0]
 
     def spread(places, logits):
@@ -132,7 +134,7 @@ def _block(g: Graph, d: DraftConfig):
 
 
 def _through(g: Graph, x):
-    """All layers of the draft."""
+    """x after all layers of the draft."""
     for i, layer in _layers(g):
         x = transformer.decoder_layer(g, x, i, layer)
         if layer.output_scale:

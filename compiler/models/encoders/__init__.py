@@ -1,6 +1,4 @@
 """Encoders of texts: embedding and ranking models.
 
-config.py    what they are
-metadata.py  that of GGUF files
-graph.py     their functions
+config.py    their configuration metadata.py  reads it from GGUF files graph.py     emits their functions
 """

@@ -1,33 +1,33 @@
-"""What makes a model an encoder of texts: a part of `ModelConfig`."""
+"""The part of `ModelConfig` that makes a model an encoder of texts."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class HeadLayer:
-    """act(W x + b) of the vector of a text, with a norm after it where there is one. The tensors are <name>.weight,
-    <name>.bias, if there is one, and <name>.norm.weight."""
+    """act(W x + b), applied to the vector of a text, then a norm if `norm`. The tensors are <name>.weight, optionally
+    <name>.bias, and <name>.norm.weight."""
 
     name: str
-    rows: int  # of W
+    rows: int  # rows of W
     act: str = ""
     norm: bool = False
 
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """Makes a model one that computes vectors of texts, or scores: no cache, no logits.
+    """Makes a model one that computes vectors of texts, or scores. It has no cache and no logits.
 
-    A text's vector is that of its first token (pooling "cls"), of its last one ("last"), or the mean of all ("mean");
-    with "none" each token has one. In a ranking model ("rank") that of `ranked` goes through the head, whose first
-    number is the score.
+    pooling: the vector of a text is that of its first token ("cls"), that of its last token ("last"), or the mean of
+    all tokens ("mean"); with "none", each token has a vector. In a ranking model ("rank"), the vector by the pooling
+    `ranked` is the input of the head, whose first result is the score.
     """
 
     pooling: str
     features: int  # columns of a vector
-    causal: bool = False  # tokens see those before them only
-    ranked: str = "cls"  # of "rank": the pooling before the head
-    softmax: bool = False  # of the head's numbers
+    causal: bool = False  # tokens attend to tokens before them only
+    ranked: str = "cls"  # for "rank": the pooling before the head
+    softmax: bool = False  # whether a softmax is applied to the head's results
     head: tuple[HeadLayer, ...] = ()
-    types: int = 0  # rows of token_types, of which the first one is added
-    norm: bool = False  # token_embd_norm, of these sums
+    types: int = 0  # rows of token_types; the first row is added to the embedding
+    norm: bool = False  # token_embd_norm: a norm of the embedding after this

@@ -1,4 +1,4 @@
-"""The graph of encoders: rows of many texts in one step, without a cache.
+"""Emits encoders of texts: the rows of many texts in one step, without a cache.
 
     x = embedding of the token, its position and its type, normalized        each where the model has it
     x = the layers of transformer.py, whose attention is among the rows of a text
@@ -45,5 +45,5 @@ def encoder(g: Graph):
 
 
 def _row(g: Graph, name: str) -> relax.Var:
-    """The first row of a table, for all rows."""
+    """The first row of a table, repeated for all rows."""
     return decoder_parts.embedded(g, name, g.bb.emit(OPS.zeros((g.m,), "int32")))

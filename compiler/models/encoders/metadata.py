@@ -1,7 +1,7 @@
-"""The metadata that make a model an encoder.
+"""Reads the metadata that make a model an encoder.
 
-In: the `Keys` of a file. Out: an `EncoderConfig`, or a `UserError` that names what is not supported. Key names and
-defaults are llama.cpp's (src/llama-model.cpp, build_pooling and build_dense_out of src/llama-graph.cpp).
+In: the `Keys` of a file. Out: an `EncoderConfig`. Raises a UserError that names what is not supported. Names of keys
+and defaults are llama.cpp's (src/llama-model.cpp, build_pooling and build_dense_out of src/llama-graph.cpp).
 """
 
 from collections.abc import Sequence
@@ -10,15 +10,17 @@ from mlc_amd.compiler.models.config import LayerConfig
 from mlc_amd.compiler.models.encoders.config import EncoderConfig, HeadLayer
 from mlc_amd.compiler.models.keys import Keys
 
-POOLINGS = {0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}  # of pooling_type
-UNSAID = (1 << 32) - 1  # of pooling_type: -1 without a sign
-HEADS = "cls.", "dense_"  # how the names of tensors after pooling begin
+POOLINGS = {0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}  # by pooling_type
+UNSAID = (1 << 32) - 1  # pooling_type -1 (not given) as an unsigned number
+HEADS = "cls.", "dense_"  # prefixes of the names of tensors after pooling
 
 
 def read_encoder(keys: Keys, required: bool = False, **variant) -> EncoderConfig | None:
-    """What makes the model an encoder; None if the file has no pooling and attention is causal, unless `required`.
-    `variant`: further fields of EncoderConfig; act, rows: of the first layer of a ranking model's head, rows where it
-    is the only one."""
+    """The configuration of an encoder. None if the file has no pooling and its attention is causal, unless `required`.
+
+    `variant`: further fields of EncoderConfig; also act and rows: of the first layer of a ranking model's head (rows
+    only counts if this is the only layer).
+    """
     pooling, causal = keys.pooling, keys.flag("attention.causal", not required)
     if not pooling:
         number = keys.integer("pooling_type", 0, minimum=-1, maximum=UNSAID)
@@ -50,7 +52,7 @@ def read_encoder(keys: Keys, required: bool = False, **variant) -> EncoderConfig
 
 
 def check_encoder(keys: Keys, layers: Sequence[LayerConfig]) -> None:
-    """UserError for layers that have kernels with a cache only."""
+    """Raises UserError for layers that only have kernels with a cache."""
     for layer in layers:
         a = layer.attention
         plain = a and not (a.latent or a.sinks or a.chunk or a.softcap or a.kv_layer is not None or a.output_gate)
@@ -59,7 +61,7 @@ def check_encoder(keys: Keys, layers: Sequence[LayerConfig]) -> None:
 
 
 def unread(keys: Keys, encoder: EncoderConfig) -> tuple[str, ...]:
-    """The tensors of the file that are for other uses of the model: for logits, and of heads."""
+    """The tensors of the file that this encoder does not use: the output matrix, and tensors of other heads."""
     read = {f"{layer.name}{part}" for layer in encoder.head for part in (".weight", ".bias", ".norm.weight")}
     heads = (name for name in keys.tensors if name.startswith(HEADS) and name not in read)
     return (*(name for name in ("output.weight",) if name in keys.tensors), *heads)

@@ -1,4 +1,4 @@
 """Residual streams of decoders that are more than x + block(x).
 
-config.py has their formulas, streams.py their graph; ngrams.py the graph of what is added to them before a layer.
+config.py has the formulas; streams.py emits the graph; ngrams.py emits the embeddings that are added before a layer.
 """

@@ -1,28 +1,31 @@
-"""Residual streams that are more than x + block(x): what a block reads of them, and how its result joins them.
+"""Configurations of residual streams that are more than x + block(x): what a block reads of the streams, and how its
+result is added to them.
 
-`tensors`: (name, shape) of those around a block, of which `name` is what their names begin with: "hc_attn" and "hc_ffn"
-within a layer, "output_hc" of the output.
+`tensors` returns (name, shape) of the tensors around a block. `name` is the prefix of their names: "hc_attn" and
+"hc_ffn" within a layer, "output_hc" for the output.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 Shape = tuple[int, ...]
-ATTENTION, FEED_FORWARD = "attn", "ffn"  # which block of a layer
+ATTENTION, FEED_FORWARD = "attn", "ffn"  # the blocks of a layer
 
 
 @dataclass(frozen=True)
 class HyperConfig:
-    """So many streams X_i side by side, all the embedding at first (hyper connections; Hunyuan 4, DeepSeek V4). From
-    m = fn . (RMS norm of all columns, without weights), of which each part has a number of `scale` and its own of
-    `base`,
+    """Hyper connections (Hunyuan 4, DeepSeek V4): `count` streams X_i side by side, which all start as the embedding.
 
-        pre_i = sigmoid(scale_0 m_i + base_i) + eps              h = sum of pre_i X_i, what the block reads
+    From m = fn . (RMS norm of all columns, without weights), whose parts (pre, post, mixing) each have one number of
+    `scale`, and whose entries each have one of `base`:
+
+        pre_i = sigmoid(scale_0 m_i + base_i) + eps              h = sum of pre_i X_i, the input of the block
         post_i = magnitude * sigmoid(scale_1 m_i + base_i) + post_eps
-        X_i = post_i * block(h) + X_i, or with iterations        + sum over j of C_ji X_j
+        X_i = post_i * block(h) + X_i, or with iterations        X_i = post_i * block(h) + sum over j of C_ji X_j
 
-    C is the softmax over i of the last part (Sinkhorn): columns and rows are divided by their sums by turns, beginning
-    and ending with columns, the columns `iterations` times; eps is added to it after the softmax, and to each sum.
+    C is the softmax over i of the last part of m, made doubly stochastic (Sinkhorn): columns and rows are divided by
+    their sums in turn, columns first and last, columns `iterations` times. eps is added to C after the softmax, and to
+    each sum.
     """
 
     count: int
@@ -41,9 +44,9 @@ class HyperConfig:
 
 @dataclass(frozen=True)
 class GatedConfig:
-    """So many streams X_i side by side, all the embedding at first (Qwen 4 Exp). N_i is the RMS norm of X_i, with
-    weights of its own. A block, and the output, reads the mean of N_i * sigmoid(up silu(down N / count)), of which N
-    are all columns; then X_i += 2 sigmoid((inject N)_i / count) * block."""
+    """Gated streams (Qwen 4 Exp): `count` streams X_i side by side, which all start as the embedding. N_i is the RMS
+    norm of X_i, with weights of its own; N are all columns of all N_i. A block, and the output, reads the mean over i
+    of N_i * sigmoid(up silu(down N / count)). Then X_i += 2 sigmoid((inject N)_i / count) * block."""
 
     count: int
     rank: int  # columns between down and up
@@ -59,9 +62,9 @@ class GatedConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Every so many layers the stream is kept and begins anew with the result of attention (Kimi K3). A block, and the
-    output, reads the sum of the kept ones and the stream, each times softmax(score . (its RMS norm without weights))
-    over all of them."""
+    """Checkpoints (Kimi K3): every `layers` layers, the stream is stored and starts again with the result of attention.
+    A block, and the output, reads the weighted sum of the stored streams and the current one; the weights are the
+    softmax, over all of them, of score . (RMS norm of the stream without weights)."""
 
     layers: int
 
@@ -70,7 +73,7 @@ class CheckpointConfig:
 
 
 def part_name(i: int) -> str:
-    """Of the weights that the output's norm has for stream i (GatedConfig), without ".weight"."""
+    """The name, without ".weight", of the weights of the output's norm for stream i (GatedConfig)."""
     return f"output_hc_norm.{i}"
 
 

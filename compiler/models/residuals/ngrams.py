@@ -1,7 +1,7 @@
-"""Embeddings of a row's last tokens in a decoder's graph: `NgramConfig` has the formula.
+"""Emits the embeddings of a row's last tokens; `NgramConfig` has the formula.
 
-The tokens before a row come from a convolution that shifts: column j of its result is the token j positions before,
-plus one, 0 where there is none.
+The tokens before a row come from a convolution that shifts: column j of its result is 1 + the token j positions before,
+or 0 if there is none.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from mlc_amd.compiler.models.graph import Graph
 
 OPS: Any = relax.op
-LEAST = 1e-6  # of |s|
+LEAST = 1e-6  # lower limit of |s| before the square root
 
 
 def added(g: Graph, x, i: int) -> relax.Var:
-    """The streams x with what layer i adds in front of its blocks."""
+    """The streams x plus the n-gram embeddings that layer i adds before its blocks."""
     d = g.config.layers[i].mixer
     if not isinstance(d, DeltaNetConfig) or not (n := d.ngrams):
         return x
@@ -55,7 +55,7 @@ def _convolved(g: Graph, x, i: int, which: str, taps: int, act: str = "") -> rel
 
 
 def _numbers(g: Graph, n: NgramConfig, i: int) -> list[relax.Var]:
-    """int32 [m] of each head: the row of the table."""
+    """For each head, the row of the table, int32 [m]."""
 
     def columns(tokens):
         def element(r, c):

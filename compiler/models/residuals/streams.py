@@ -1,4 +1,4 @@
-"""Residual streams of a decoder's graph that are more than x + block(x): config.py has the formulas."""
+"""Emits residual streams that are more than x + block(x); config.py has the formulas."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ OPS: Any = relax.op
 
 
 def opened(g: Graph, x) -> relax.Var:
-    """The streams in front of the first layer. x: the embedding's rows."""
+    """The streams before the first layer. x: the rows of the embedding."""
     s = g.config.streams
     return g.joined(x, *[x] * (s.count - 1)) if isinstance(s, HyperConfig | GatedConfig) else x
 
 
 def around(g: Graph, x, i: int, which: str, block: Callable[[Any], relax.Var]) -> relax.Var:
-    """The streams x after a block of layer i, `which` one. block: returns its result for what it reads."""
+    """The streams after block `which` of layer i. x: the streams before it. block: a function from the block's input to
+    its result."""
     s = g.config.streams
     if isinstance(s, HyperConfig):
         pre, post, mixing = _factors(g, x, s, f"blk.{i}.hc_{which}")
@@ -46,14 +47,14 @@ def around(g: Graph, x, i: int, which: str, block: Callable[[Any], relax.Var]) -
 
 
 def answers(g: Graph, x, norm: str) -> relax.Var:
-    """What the last matrix reads of the streams, of the rows whose logits the function returns. norm: its name."""
+    """The input of the last matrix, for the rows whose logits the function returns. norm: name of the last norm."""
     if isinstance(s := g.config.streams, GatedConfig):
         return _gated(g, g.answers(x, *(part_name(i) for i in range(s.count))), s, "output_hc")
     return g.answers(_closed(g, x), norm)
 
 
 def _closed(g: Graph, x) -> relax.Var:
-    """What the last norm reads of the streams."""
+    """The input of the last norm."""
     s = g.config.streams
     if isinstance(s, CheckpointConfig):
         return _attended(g, x, "output_res_score.weight")
@@ -64,8 +65,8 @@ def _closed(g: Graph, x) -> relax.Var:
 
 
 def _factors(g: Graph, x, s: HyperConfig, name: str) -> tuple[relax.Var, relax.Var | None, relax.Var | None]:
-    """(factors of the streams that a block reads, of its result [m, count], of the streams [m, count, count] for each
-    other)."""
+    """Factors of (the streams in the block's input [m, count], the block's result in each stream [m, count], each
+    stream in each other stream [m, count, count]); None for those that do not exist."""
     m, n = shape_of(x)[0], s.count
     logits = g.linear(g.rms_norm(x, ""), f"{name}_fn.weight", exact=True)
     scale, base = (g.vector(f"{name}_{which}.weight", exact=True) for which in ("scale", "base"))
@@ -101,7 +102,7 @@ def _read(g: Graph, x, factors, count: int) -> relax.Var:
 
 
 def _spread(g: Graph, x, y, factors, mixing, count: int) -> relax.Var:
-    """Each stream, or what mixing makes of them all, plus y times its factor."""
+    """y times its factor for each stream, added to the stream or, with mixing, to the weighted sum of all streams."""
     m, columns = shape_of(x)
     n = columns // count
 
@@ -119,14 +120,14 @@ def _spread(g: Graph, x, y, factors, mixing, count: int) -> relax.Var:
 
 
 def normed_streams(g: Graph, x, name: str, count: int) -> relax.Var:
-    """The RMS norm of each stream, which has weights of its own."""
+    """The RMS norm of each stream; each has its own weights."""
     n = shape_of(x)[1] // count
     parts = [g.rms_norm(g.columns(x, i * n, n), "") for i in range(count)]
     return g.multiply(g.joined(*parts), g.vector(name, exact=True))
 
 
 def _gated(g: Graph, normed, s: GatedConfig, name: str) -> relax.Var:
-    """The mean of the norms of all streams, each times its gate."""
+    """The mean over the normed streams, each times its gate."""
     m, columns = shape_of(normed)
     n = columns // s.count
     low = g.activation(g.scaled(g.linear(normed, f"{name}_down.weight"), 1.0 / s.count), "silu")
@@ -143,7 +144,7 @@ def _gated(g: Graph, normed, s: GatedConfig, name: str) -> relax.Var:
 
 
 def _attended(g: Graph, x, name: str) -> relax.Var:
-    """The sum of the kept streams and x, weighted by their scores."""
+    """The sum of the stored streams and x, weighted by the softmax of their scores."""
     if not g.checkpoints:
         return x
     sources, weight = [*g.checkpoints, x], g.vector(name, exact=True)

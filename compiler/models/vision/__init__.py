@@ -1,5 +1,5 @@
-"""Image encoders: from the metadata of an mmproj file to its configuration, its tensors, and Relax functions.
+"""Image encoders: from the metadata of an mmproj file to a configuration, tensors and Relax functions.
 
-registry.py has the projectors, of which each has a file in `projectors`; encoder.py the graph that they share. Only
-graph.py imports TVM.
+registry.py has the registry of projectors, which are files in `projectors`; encoder.py emits the graph that all
+encoders share. Only graph.py imports TVM.
 """

@@ -1,4 +1,4 @@
-"""Relax functions of an image encoder, and what the manifest says of it."""
+"""Builds the Relax functions of an image encoder, and its entry in the manifest."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,14 +15,14 @@ from mlc_amd.runtime.artifact.io_names import ENCODED, PATCHES
 from mlc_amd.runtime.artifact.manifest import IMAGE, Vision
 from mlc_amd.runtime.errors import UserError, one_line
 
-SIZES = (1024, 4096, 16384)  # patches of a function, for images of any size; kernels compute live rows only
-TILES = 4  # images of one size that a function takes at once
-UNIT = 64  # rows of tokens come in so many
+SIZES = (1024, 4096, 16384)  # patches of the functions for images of any size; kernels compute live rows only
+TILES = 4  # number of images of one size in a function
+UNIT = 64  # numbers of tokens are multiples of this
 
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """A function for up to `m` patches, which become up to `tokens` tokens."""
+    """A function for up to `m` patches, from which it computes up to `tokens` tokens."""
 
     name: str
     m: int
@@ -30,7 +30,8 @@ class ImageSpec:
 
 
 def image_functions(config: VisionConfig, ctx: int) -> list[ImageSpec]:
-    """The functions of an encoder for a decoder of so many tokens of context: an image has no more."""
+    """The functions of an encoder for a decoder with a context of `ctx` tokens: an image has no more tokens than
+    that."""
     each = config.merge**2
 
     def rows(tokens: int) -> int:
@@ -43,8 +44,8 @@ def image_functions(config: VisionConfig, ctx: int) -> list[ImageSpec]:
 
 
 def build_encoders(bb: relax.BlockBuilder, model, target, functions: Sequence[ImageSpec], ctx: int) -> dict:
-    """Emits them into the module, and returns the (kind, name) of their parameters by function. UserError for tensors
-    that do not fit, or an encoder of another model."""
+    """Emits the functions into the module. Returns {function: [(kind, name)] of its parameters}. Raises UserError for
+    tensors of wrong shapes, and for an encoder of another model."""
     parameters, vision = {}, model.vision
     columns = model.config.hidden * (1 + len(vision.config.deepstack))
     for spec in functions:
@@ -53,7 +54,7 @@ def build_encoders(bb: relax.BlockBuilder, model, target, functions: Sequence[Im
             with bb.dataflow():
                 try:
                     found = encoder(g)
-                except UserError as error:  # raised below: TVM complains of functions without an end
+                except UserError as error:  # raised below, because TVM raises another error for unfinished functions
                     found, wrong = g.scaled(g.patches, 1.0), error
                 out = bb.emit_output(found)
             bb.emit_func_output(out, params=[var for var, _ in g.parameters.values()])
@@ -72,7 +73,7 @@ def build_encoders(bb: relax.BlockBuilder, model, target, functions: Sequence[Im
 
 
 def described(vision, hidden: int, functions: Sequence[ImageSpec], parameters: dict) -> Vision:
-    """The manifest's entry. vision: a VisionFile; hidden: the decoder's columns."""
+    """The encoder's entry in the manifest. vision: a VisionFile. hidden: columns of the decoder."""
     c: VisionConfig = vision.config
     columns = hidden * (1 + len(c.deepstack))
     used = {name for kind, name in parameters[functions[0].name] if kind == "io"}

@@ -5,7 +5,8 @@
     x = x + scale2 * norm(W_down (act(W_gate h) * W_up h))                    h = norm(x)     and gates where a file
     features = project(norm(x))                                                               has them
 
-Rows of an image see one another, or those of their window. What is there follows the names of the file's tensors.
+Rows attend to all rows of their image, or of their window. The names of the file's tensors determine which norms,
+scales and gates exist.
 """
 
 from __future__ import annotations
@@ -64,17 +65,17 @@ def feed_forward(g: VisionGraph, x, i: int):
 
 
 def finished(g: VisionGraph, y, block: str, norm: str, scale: str):
-    """A block's result, normalized and scaled where the file has weights for that."""
+    """A block's result, after the norm and the scale for which the file has weights."""
     y = g.optional_norm(y, block + norm)
     return g.multiply(y, g.whole_vector(f"{block}{scale}.weight")) if g.has(f"{block}{scale}.weight") else y
 
 
 def gated(g: VisionGraph, h, name: str):
-    """name: of the matrices, with {} for gate, up and down."""
+    """A gated feed-forward block. name: of the matrices, with {} for gate, up and down."""
     gate = g.activation(g.linear(h, name.format("gate") + ".weight"), g.vision.act)
     return g.linear(g.multiply(gate, g.linear(h, name.format("up") + ".weight")), name.format("down") + ".weight")
 
 
 def mlp(g: VisionGraph, x, first: str, second: str, act: str = "gelu"):
-    """Two matrices, without ".weight", and an activation between them."""
+    """Two matrices (names without ".weight") with an activation between them."""
     return g.linear(g.activation(g.linear(x, first + ".weight"), act), second + ".weight")

@@ -1,7 +1,8 @@
-"""Emits one Relax function of an image encoder: compiler/models/graph.py's vocabulary, and what encoders add to it.
+"""Emits one Relax function of an image encoder: the methods of compiler/models/graph.py, and those that only encoders
+need.
 
-Rows are patches of several images, one after the other; tokens are groups of merge x merge rows. io buffers are those
-of PATCHES in runtime/artifact/io_names.py; "state" has the number of live rows, "answers" that of live tokens.
+Rows are patches of several images, one image after the other; tokens are groups of merge x merge rows. io buffers are
+those of PATCHES in runtime/artifact/io_names.py; "state" has the number of live rows, "answers" that of live tokens.
 """
 
 import math
@@ -40,10 +41,11 @@ class VisionGraph(Graph):
     def added(self) -> relax.Var:
         return self.parameter("added", "io", tensor_type((self.m, self.vision.hidden)))
 
-    # ---- the vocabulary of decoders, for rows and for tokens, with tensors as a file has them
+    # ---- methods of decoders' graphs, for rows and for tokens, which also check the shapes of tensors
 
     def tensor(self, name: str, shape: tuple[int | None, ...]):
-        """The tensor of that name. UserError unless it has that shape; None stands for any size."""
+        """The tensor of that name. Raises UserError if it is missing, or does not have this shape; None stands for any
+        size."""
         self.used.add(name)
         found = self.model.tensors.get(name)
         path: Any = self.model
@@ -68,8 +70,8 @@ class VisionGraph(Graph):
         return self.vector(name, exact=True)
 
     def linear(self, x, name: str, exact: bool = False) -> relax.Var:
-        """x W^T + b, without padding; of float32 weights in float32. Tensors may have columns of zeros beyond x's
-        (`prepare.py`), and numbers that bound x and the result (Gemma 4's clamped layers)."""
+        """x W^T + b, without padding; float32 weights are multiplied in float32. Tensors may have more columns than x,
+        which are zeros (`prepare.py`), and limits to which x and the result are clamped (Gemma 4)."""
         base, k = name.removesuffix("weight"), shape_of(x)[1]
         tensor = self.tensor(name, (None, k + -k % BLOCK))
         if self.has(base + "bias"):
@@ -87,7 +89,7 @@ class VisionGraph(Graph):
         return self.bb.emit(OPS.clip(x, low, high)) if finite and max(-low, high) < HALF_MAX else x
 
     def norm(self, x, name: str, rows: str = "all", eps: float | None = None, kind: str = "") -> relax.Var:
-        """The encoder's kind of norm, or another one, of whole rows."""
+        """A norm over whole rows, of the encoder's kind or of `kind`."""
         (m, k), eps = shape_of(x), self.vision.eps if eps is None else eps
         self.tensor(name + ".weight", (k,))
         weights = [self.vector(name + ".weight")]
@@ -111,7 +113,7 @@ class VisionGraph(Graph):
         return self.norm(x, name, **options) if self.has(name + ".weight") else x
 
     def grouped_norm(self, x, size: int, name: str = "") -> relax.Var:
-        """An RMS norm of each `size` columns; name: of its weight, if it has one."""
+        """An RMS norm over each group of `size` columns. name: of its weight, or ""."""
         (m, k) = shape_of(x)
         if name:
             self.tensor(name, (size,))
@@ -124,7 +126,7 @@ class VisionGraph(Graph):
     # ---- images
 
     def head_norm(self, x, name: str) -> relax.Var:
-        """A norm of all heads together or of each, where the file has its weight."""
+        """A norm over each head, or over all heads together, if the file has its weight."""
         if not self.has(name + ".weight"):
             return x
         size = self.tensor(name + ".weight", (None,)).shape[0]
@@ -133,7 +135,7 @@ class VisionGraph(Graph):
         return self.grouped_norm(x, self.vision.head_dim, name + ".weight")
 
     def turned(self, x) -> relax.Var:
-        """Rotary positions, if the encoder has them. io: cosines, then sines with their signs."""
+        """x after rotary positions, if the encoder has them. io "turns": cosines, then sines with their signs."""
         if not (turns := self.vision.turns):
             return x
         d, span = self.vision.head_dim, turns.span(self.vision.head_dim)
@@ -149,7 +151,7 @@ class VisionGraph(Graph):
         return self.bb.emit_te(turn, x, angles, primfunc_name_hint="turn_heads")
 
     def attend(self, q, k, v, layer: int | None) -> relax.Var:
-        """Attention within images, or within windows of them; None: within windows."""
+        """Attention within images, or within windows in layers without full attention. layer None: within windows."""
         c, m = self.vision, shape_of(q)[0]
         windows = layer is None or (c.window and layer not in c.full)
         segments = self.parameter("windows" if windows else "segments", "io", tensor_type((self.m, 2), "int32"))
@@ -159,7 +161,7 @@ class VisionGraph(Graph):
         return self.emit(op, [segments, q, k, v])
 
     def merged(self, x) -> relax.Var:
-        """The rows of each token side by side, or of the 2 x 2 that become one."""
+        """The rows of each token side by side; with `inner`, the 2 x 2 rows that become one."""
         (m, k), count = shape_of(x), self._count
         return self.bb.emit(OPS.reshape(x, (m // count, count * k))) if count > 1 else x
 
@@ -174,8 +176,8 @@ class VisionGraph(Graph):
         return self.scaled(self.bb.emit(OPS.sum(parts, [1])), factor / count)
 
     def convolved(self, x, name: str) -> relax.Var:
-        """A convolution of 3 x 3 rows with a stride of 2. io "neighbours": for each group of 4 patches the numbers of
-        its 9 rows, -1 for none; then for each group of 16 the numbers of its 9 groups of 4."""
+        """A convolution of 3 x 3 rows with a stride of 2. io "neighbours": for each group of 4 patches, the numbers of
+        its 9 rows, -1 for none; then for each group of 16 patches, the numbers of its 9 groups of 4."""
         (m, k), first = shape_of(x), 0 if shape_of(x)[0] == self.m else self.m // 4
         table = self.parameter("neighbours", "io", tensor_type((self.m, NEIGHBOURS), "int32"))
 
@@ -189,7 +191,7 @@ class VisionGraph(Graph):
         return self.linear(self.bb.emit_te(gather, table, x, primfunc_name_hint="gather_neighbours"), name)
 
     def made(self, x) -> relax.Var:
-        """Features as the host gets them."""
+        """Features in the dtype in which the host gets them."""
         if features_type(self.model, self.target) == "float32":
             return x
         return self.bb.emit(OPS.astype(self.bb.emit(OPS.clip(x, -HALF_MAX, HALF_MAX)), "float16"))
@@ -199,6 +201,6 @@ class VisionGraph(Graph):
 
 
 def _merged_segments(segments, m: int):
-    """Of groups of rows."""
+    """The segments of groups of rows."""
     each = int(segments.shape[0]) // m
     return te.compute((m, 2), lambda row, end: segments[row * each, end] // each, "merged_segments")

@@ -1,8 +1,8 @@
-"""The tensors of an image encoder as its graph takes them.
+"""Prepares the tensors of an image encoder for its graph.
 
-In: the file's, convolutions as matrices of one row for each output. Out: `prepared`: q, k and v apart, one matrix for
-the patches, whole blocks of columns, and vectors of what the host reads (learned positions, the class token). Matrices
-that change are float32, or float16 where they were floats of 16 bits and no number changes.
+In: the file's tensors; convolutions are matrices with one row for each output. Out: `prepared`: separate q, k and v,
+one matrix for the patches, whole blocks of columns, and vectors for what the host reads (learned positions, the class
+token). Matrices that change become float32, or float16 if they were 16-bit floats and no number changes.
 """
 
 from collections.abc import Mapping
@@ -19,15 +19,16 @@ from mlc_amd.schedules.formats import FORMATS
 BLOCK = 32  # columns
 PATCH, BIAS = "v.patch_embd.weight", "v.patch_embd.bias"
 TABLE, CLASS, BREAK = "v.position_embd.weight", "v.class_embd", "v.token_embd.img_break"
-ON_HOST = (TABLE, CLASS, BREAK, BIAS)  # what runtime/images/encoder.py reads
-# Tensors that are not part of the encoder: of a decoder's layouts of tiles, of audio encoders
+ON_HOST = (TABLE, CLASS, BREAK, BIAS)  # tensors that runtime/images/encoder.py reads
+# Prefixes of tensors that are not part of the encoder: layouts of tiles for the decoder, audio encoders
 OTHERS = ("v.image_newline", "v.view_seperator", "a.", "mm.a.")
 
 Tensors = dict[str, Tensor]
 
 
 def prepared(config: VisionConfig, stored: Mapping[str, Tensor], path: str) -> Tensors:
-    """UserError (with `path` in front) for tensors of other shapes than the metadata says."""
+    """The tensors for the graph, by name. Raises UserError (beginning with `path`) for shapes that do not match the
+    metadata."""
     tensors = {name: tensor for name, tensor in stored.items() if not name.startswith(OTHERS)}
     unused = tuple(f"v.blk.{config.layers + i}." for i in range(config.unused))
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(unused)}
@@ -51,7 +52,8 @@ def prepared(config: VisionConfig, stored: Mapping[str, Tensor], path: str) -> T
 
 
 def _check_positions(config: VisionConfig, tensors: Tensors) -> None:
-    """ValueError unless learned positions and class token are there as the configuration says, and only then."""
+    """Raises ValueError unless learned positions and class token exist exactly if the configuration says so, in right
+    shapes."""
     for name, wanted in ((TABLE, config.table), (CLASS, config.class_row), (BREAK, config.breaks)):
         if bool(wanted) != (name in tensors):
             raise ValueError(f"{name} {'is missing' if wanted else 'is not part of such an encoder'}")
@@ -67,7 +69,7 @@ def _check_positions(config: VisionConfig, tensors: Tensors) -> None:
 
 
 def _patches(config: VisionConfig, tensors: Tensors) -> None:
-    """An image is a video of two equal frames: their matrices are added."""
+    """Makes one matrix for the patches. An image is a video of two equal frames, so their matrices are added."""
     size = 3 * config.patch**2
     sources = [tensors[PATCH], *([tensors.pop(PATCH + ".1")] if PATCH + ".1" in tensors else [])]
     if any(one.shape != (config.hidden, size) for one in sources):
@@ -76,7 +78,7 @@ def _patches(config: VisionConfig, tensors: Tensors) -> None:
 
 
 def _split(tensors: Tensors, name: str) -> None:
-    """name: of the layer's attention."""
+    """Divides the matrix attn_qkv into q, k and v. name: prefix of the layer's attention."""
     weight, bias = tensors.pop(f"{name}_qkv.weight"), tensors.pop(f"{name}_qkv.bias", None)
     rows, rest = divmod(weight.rows, 3)
     if rest or (bias and bias.shape != (3 * rows,)):
@@ -94,7 +96,8 @@ def _vector(tensors: Tensors, name: str) -> None:
 
 
 def _whole_blocks(tensors: Tensors) -> None:
-    """Zeros after the columns of matrices, and after the rows that make the columns of a second one."""
+    """Adds columns of zeros to matrices without whole blocks of columns, and as many rows of zeros to the matrices
+    before them."""
     for name, tensor in list(tensors.items()):
         columns = tensor.shape[-1]
         if len(tensor.shape) == 2 and (more := -columns % BLOCK):
@@ -123,20 +126,20 @@ def _changed(tensors: Tensors, name: str, shape: tuple[int, int], change) -> Non
 
 
 def transposed(tensors: Tensors, name: str) -> None:
-    """Of a matrix that stands in the file with inputs as rows."""
+    """Transposes a matrix that has inputs as rows in the file."""
     rows, columns = tensors[name].shape
     _changed(tensors, name, (columns, rows), lambda values: values.T)
 
 
 def patches_first(tensors: Tensors, name: str, count: int) -> None:
-    """Columns by patch of a token, then by column of the patch, instead of the other way round."""
+    """Reorders columns: by patch of a token, then by column of the patch, instead of the other way round."""
     rows, columns = tensors[name].shape
     size = (rows, columns // count, count)
     _changed(tensors, name, (rows, columns), lambda values: values.reshape(size).transpose(0, 2, 1))
 
 
 def centered_pixels(tensors: Tensors) -> None:
-    """The matrix of patches takes 2 * pixel - 1."""
+    """Changes the matrix of patches for encoders that read 2 * pixel - 1."""
     source = tensors[PATCH]
     tensors[PATCH] = Tensor.made(PATCH, source.shape, lambda: 2 * source.dequantize())
     tensors[BIAS] = Tensor.made(BIAS, source.shape[:1], lambda: -source.dequantize().sum(1, dtype=np.float64))

@@ -1,4 +1,4 @@
-"""The projectors that can be compiled, by GGUF's `clip.projector_type`, and the reader of an encoder's metadata.
+"""The registry of projectors, by GGUF's `clip.projector_type`, and the reader of an encoder's metadata.
 
 Files in compiler/models/vision/projectors register functions:
 
@@ -17,14 +17,15 @@ from mlc_amd.compiler.models.vision.config import VisionConfig
 from mlc_amd.runtime.errors import shorten
 
 FILES = "mlc_amd.compiler.models.vision.projectors"
-SIZE = 1 << 20  # more than any size of an encoder: more means a damaged file
-GRID = 1024  # patches along a side of an image, at most
+SIZE = 1 << 20  # upper limit of an encoder's sizes; a file with more is damaged
+GRID = 1024  # upper limit of patches along a side of an image
 
 
 @dataclass(frozen=True)
 class Projector:
-    """read: the fields of VisionConfig that are its own; project: emits what follows the layers, through a VisionGraph;
-    prepare: changes tensors, by name, before the graph takes them; between: emits what follows layer `inner`."""
+    """read: the fields of VisionConfig that are the projector's own. project: emits what follows the layers, through a
+    VisionGraph. prepare: changes the tensors, by name, before the graph reads them. between: emits what follows layer
+    `inner`."""
 
     read: Callable[[Keys], dict[str, Any]]
     project: Callable[[Any, Any], Any]
@@ -36,7 +37,7 @@ _registered: dict[str, Projector] = {}
 
 
 def projector(name: str, project, prepare=lambda config, tensors: None, between=lambda g, x: x) -> Callable:
-    """Registers a projector by the function that reads its metadata."""
+    """Registers the projector `name`; the decorated function reads its metadata. Arguments: see `Projector`."""
 
     def register(read):
         _registered[name] = Projector(read, project, prepare, between)
@@ -51,8 +52,8 @@ def projectors() -> Mapping[str, Projector]:
 
 
 def read_vision(metadata: dict[str, object], tensors: Collection[str], path: str) -> VisionConfig:
-    """The configuration of an encoder. UserError (with `path` in front) for a missing, mistyped or impossible value and
-    for what is not supported."""
+    """The configuration of an encoder. Raises UserError (beginning with `path`) for a value that is missing, impossible
+    or of a wrong type, and for what is not supported."""
     keys = Keys(metadata, tensors, path)
     name = keys.string("general.architecture")
     if name != "clip":
@@ -90,13 +91,13 @@ def merge(keys: Keys, key: str, default: int | None = None) -> int:
 
 
 def tokens_of_pixels(keys: Keys, merged: int) -> dict[str, Any]:
-    """Fields of an encoder whose file says how many pixels an image has."""
+    """Fields for an encoder whose file states the number of pixels of an image."""
     size = (merged * keys.integer("patch_size", maximum=256)) ** 2
     least, most = (keys.integer(f"image_{which}_pixels", maximum=1 << 28) for which in ("min", "max"))
     return {"least": max(least // size, 1), "most": min(max(most // size, 1), 4096)}
 
 
 def tile(keys: Keys, merged: int) -> dict[str, Any]:
-    """Fields of an encoder whose images are squares of the size in the file."""
+    """Fields for an encoder whose images are squares of the size in the file."""
     side = -(-(keys.integer("image_size", maximum=1 << 16) // keys.integer("patch_size", maximum=256)) // merged)
     return {"merge": merged, "least": side * side, "most": side * side}

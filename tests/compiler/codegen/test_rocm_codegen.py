@@ -170,7 +170,7 @@ def test_threads_may_compile_at_the_same_time():
 
 
 def test_too_much_lds():
-    with pytest.raises(ValueError, match=r"needs 66560 bytes of LDS .* gfx1100 gives a workgroup 65536"):
+    with pytest.raises(ValueError, match=r"needs 66560 bytes of LDS .* a workgroup of gfx1100 has 65536"):
         compile_hsaco({"big": reverse_groups(256, apart=65)}, ARCHS["gfx1100"])
     assert (
         hsaco.parse(compile_hsaco({"big": reverse_groups(256, apart=65)}, ARCHS["gfx950"]).hsaco)

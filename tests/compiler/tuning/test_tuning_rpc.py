@@ -291,7 +291,7 @@ def test_a_server_that_waits_for_its_tracker_ends_at_ctrl_c():
 def test_what_is_no_tracker_ends_a_server():
     with socket.create_server((HOST, 0)) as listening:
         threading.Thread(target=lambda: listening.accept()[0].sendall(b"HTTP/1.1 400"), daemon=True).start()
-        with pytest.raises(UserError, match="is no tracker; check --tracker"):
+        with pytest.raises(UserError, match="is not a tracker; check --tracker"):
             rpc_server.wait_for_tracker(listening.getsockname(), print)
 
 

@@ -1,5 +1,5 @@
-"""Projectors: a file for each, or for those that differ in little, registered under `clip.projector_type`.
+"""Projectors: a file for each, or for several similar ones, registered by `clip.projector_type`.
 
-A function reads what the encoder's metadata says beyond what all have in common; `project` emits what follows the
-encoder's layers. Formulas are those of llama.cpp (tools/mtmd/models), which vision_refs of the tests compares.
+A function reads the metadata that not all encoders have; `project` emits what follows the encoder's layers. The
+formulas are llama.cpp's (tools/mtmd/models); vision_refs of the tests compares the results.
 """
