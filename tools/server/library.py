@@ -30,7 +30,7 @@ from mlc_amd.tools.terminal import display
 
 # How errors about too little memory begin (runtime/artifact/memory.py).
 _SHORTAGES = ("out of GPU memory", "out of host memory")
-# Checks for idle models per --idle-unload time; largest number of seconds between two checks.
+# Parts of the idle time after which idle models are looked for; the longest time between two looks, in seconds.
 _LOOKS, _LONGEST_LOOK = 4, 30.0
 # The log probability that is reported for extremely unlikely tokens, as JSON has no infinity. OpenAI's API has the
 # same.
