@@ -73,7 +73,7 @@ VENDORED = {
     "httptools": Package("0.9.0"),
     "prometheus_client": Package("0.26.0"),
     "llguidance": Package("1.9.1"),
-    # models that see
+    # models with an image encoder
     "pillow": Package(
         "13.0.0",
         (  # fonts, colour profiles, formats that images/pictures.py does not read

@@ -88,7 +88,7 @@ _LIBRARIES: dict[str, Callable[[str], str]] = {
     "suse": lambda library: f"sudo zypper install --capability '{library}()(64bit)'",
     "arch": lambda library: f"install the package that `pacman -F {library}` names",
 }
-# os-release's name of a distribution -> what installs Vulkan there
+# name of a distribution in os-release -> command that installs Vulkan
 _MESA = {
     **dict.fromkeys(("debian", "ubuntu"), "sudo apt install libvulkan1 mesa-vulkan-drivers"),
     **dict.fromkeys(("fedora", "rhel"), "sudo dnf install vulkan-loader mesa-vulkan-drivers"),

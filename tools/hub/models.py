@@ -200,8 +200,8 @@ def _default_output(path: Path | None, synthetic: str | None, settings: str) -> 
 
 
 def _with_encoder(path: Path | None, options: CompileOptions) -> CompileOptions:
-    """The options with the model's image encoder; then `no_mmproj` has its default. Raises UserError if the draft's
-    file is not a draft."""
+    """The options with the paths of the model's image encoder and of its draft. `no_mmproj` is reset to its default, as
+    the encoder's path (or None) is enough. Raises UserError if the draft's file does not exist."""
     drafter = None if options.drafter is None else Path(options.drafter).expanduser()
     if drafter and not drafter.is_file():
         raise UserError(f"--drafter {drafter}: there is no such file; check the path")
