@@ -1,4 +1,4 @@
-"""Flags for what answers must look like -> constraints of answers (extra `serve`)."""
+"""Turns the flags for the form of answers into constraints (extra `serve`)."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GrammarOptions:
-    """At most one of them may be given."""
+    """The flags. At most one of them may be given."""
 
     grammar: Annotated[str | None, Option("answers follow this grammar, in GBNF or Lark")] = None
     grammar_file: Annotated[str | None, Option("answers follow the grammar in this file")] = None
@@ -30,7 +30,8 @@ class GrammarOptions:
 
 
 class AnswerGrammar:
-    """What the options say, read before a model is loaded. UsageError for several of them, and for what is no JSON."""
+    """The form that the flags require. They are checked before a model is loaded. Raises UsageError if several are
+    given, and for invalid JSON."""
 
     def __init__(self, options: GrammarOptions) -> None:
         given = {name: text for name, text in asdict(options).items() if text is not None}
@@ -49,8 +50,8 @@ class AnswerGrammar:
 
     @contextmanager
     def of(self, engine: "TextEngine") -> Iterator["Callable[[str | None], Grammar] | None"]:
-        """Within the block: a function from the rendered prompt, None of a text that is continued, to the constraint
-        of answers to it; None without options."""
+        """Within the block: a function that returns the constraint for answers to a prompt. Its argument is the
+        rendered prompt, or None for a text that is continued. None if no flag was given."""
         if not self._name:
             yield None
             return

@@ -1,11 +1,11 @@
 """The command line of one verb: converts its tokens to the arguments that python-fire passes to the verb's `run`
 function, and renders its help page.
 
-A verb is a function: parameters before `*` are positional arguments, those after it are flags, annotations are types,
-and the Google-style docstring is the help of those without an `Option`. A parameter that is a group of options
-(runtime/options.py) stands for all of them. Fire alone would read `--prompt 123` as a number, `1e3.gguf` as a float and
-`-` as its own separator, and would page its help; so `normalize` turns every token into `--name=text`, and
-`for_fire` says how it reads each text.
+A verb is a function. Its parameters before `*` are positional arguments, those after it are flags. Annotations are
+types, and the Google-style docstring has the help of parameters without an `Option`. A parameter that is a group of
+options (runtime/options.py) stands for all of them. Fire alone would read `--prompt 123` as a number, `1e3.gguf` as a
+float and `-` as its own separator, and would show its help in a pager. So `normalize` turns every token into
+`--name=text`, and `for_fire` tells fire how to read each text.
 """
 
 import inspect
@@ -35,7 +35,7 @@ _BOOLEANS: dict[str, bool] = {
 
 
 def _integer(text: str) -> int:
-    # "1e3" and "0x10" are accepted as counts, too; "1.5" is an error.
+    # "1e3" and "0x10" are also accepted as counts; "1.5" is an error.
     try:
         return int(text, 0)
     except ValueError:
@@ -45,7 +45,7 @@ def _integer(text: str) -> int:
         return int(number)
 
 
-# type -> (how its text is read, what it is called in help, and in errors)
+# type -> (how its text is read, its name in help, its name in errors)
 _READERS: dict[object, tuple[Callable[[str], object], str, str]] = {
     str: (str, "TEXT", "a text"),
     str | os.PathLike[str]: (str, "TEXT", "a text"),
@@ -65,12 +65,12 @@ _READERS: dict[object, tuple[Callable[[str], object], str, str]] = {
     ),
     tuple[str, ...]: (lambda text: tuple(json.loads(text)), "TEXT", "a text"),
 }
-# Flags of llama.cpp for a number of layers; and for a half of an option, whose halves must have the same value.
+# llama.cpp's flags for a number of layers; and its flags for one half of an option (such as the type of keys).
 _LAYERS = ("-ngl", "--n-gpu-layers")
 _HALVES = {"-ctk": "keys", "--cache-type-k": "keys", "-ctv": "values", "--cache-type-v": "values"}
 
 
-# Flags whose texts are files or folders; --text is perplexity's.
+# Flags whose values are files or folders; --text is a flag of perplexity.
 _PATHS = {
     "api_key_file", "export_kit", "file", "grammar_file", "ids", "import_kit", "json_schema_file", "logits", "output",
     "plans", "ship", "text", "uds",
@@ -79,8 +79,8 @@ _PATHS = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """An argument or a flag of a verb. type: without None. group: the parameter of `run` that it is a part of, "" for
-    one of `run`'s own."""
+    """An argument or a flag of a verb. type: without None. group: the parameter of `run` to which it belongs; "" if it
+    is a parameter of `run` itself."""
 
     name: str
     type: typing.Any
@@ -113,11 +113,11 @@ class Parameter:
 
     @property
     def title(self) -> str:
-        """What errors call it."""
+        """Its name in errors."""
         return self.name.upper() if self.positional else self.spelling
 
     def read(self, text: str) -> object:
-        """The value of a text. UsageError for one that does not fit."""
+        """The value of a text. Raises UsageError for an invalid one."""
         if text and text == self.option.unset:
             return None
         try:
@@ -134,7 +134,7 @@ class Parameter:
 
 @cache
 def parameters(run: Callable) -> dict[str, Parameter]:
-    """The arguments and flags of a verb, those of its groups included."""
+    """The arguments and flags of a verb, including those of its groups."""
     documented = docstrings.parse(inspect.getdoc(run)).args or ()
     help_of = {one.name: " ".join(one.description.split()).removesuffix(".") for one in documented}
     found = {}
@@ -158,7 +158,7 @@ def _parameter(parameter: inspect.Parameter, hint: object, option: Option, group
 
 
 def _members(group: str, kind: typing.Any) -> Iterator[Parameter]:
-    """The options of a group. Those of a TypedDict have no defaults: it has those that are given."""
+    """The options of a group. For a TypedDict they have no defaults: it only has options that are given."""
     declared = {} if typing.is_typeddict(kind) else inspect.signature(kind).parameters
     for name, (hint, option) in described(kind).items():
         if name in declared:
@@ -168,7 +168,7 @@ def _members(group: str, kind: typing.Any) -> Iterator[Parameter]:
 
 
 def _hints(run: Callable) -> dict[str, tuple[typing.Any, tuple]]:
-    """Of each parameter of a function, the type and the metadata of its annotation."""
+    """The type and the metadata of the annotation of each parameter."""
     hints = typing.get_type_hints(run, include_extras=True).items()
     annotated = typing.Annotated
     return {n: (h.__origin__, h.__metadata__) if typing.get_origin(h) is annotated else (h, ()) for n, h in hints}
@@ -186,7 +186,7 @@ def _plain(hint: object) -> object:
 
 
 def for_fire(run: Callable) -> Callable:
-    """`run` with a keyword argument for each of `parameters`, and how fire reads its text."""
+    """`run` with a keyword argument for each of `parameters`, and with instructions for fire how to read each text."""
     known = parameters(run)
     kinds = {name: hint for name, (hint, _) in _hints(run).items() if _is_group(hint)}
 
@@ -201,10 +201,9 @@ def for_fire(run: Callable) -> Callable:
 
 
 def normalize(run: Callable, short: Mapping[str, str], tokens: Sequence[str]) -> list[str]:
-    """Rewrites what was typed after the verb as one `--name=text` for each of `parameters`. `short` maps one-letter
-    flags to parameter names. Flags take their value after `=` or as the next token; boolean flags stand alone;
-    `tuple[str, ...]` flags and arguments may be repeated; after `--` everything is positional. Raises UsageError for
-    whatever does not fit."""
+    """Rewrites what was typed after the verb as one `--name=text` for each of `parameters`. short: one-letter flags to
+    parameter names. A flag's value follows `=`, or is the next token; boolean flags have none. `tuple[str, ...]` flags
+    and arguments may be repeated. After `--` everything is positional. Raises UsageError for invalid command lines."""
     known = parameters(run)
     flags = {flag: one for one in known.values() for flag in _flags(one, short)}
     values: dict[str, list[str]] = {}
@@ -262,14 +261,14 @@ def normalize(run: Callable, short: Mapping[str, str], tokens: Sequence[str]) ->
 
 
 def _flags(parameter: Parameter, short: Mapping[str, str]) -> list[str]:
-    """All spellings of a parameter's flag: our own, its letter, those of other programs."""
+    """All spellings of a parameter's flag: its own, its letter, those of other programs."""
     letters = [f"-{letter}" for letter, name in short.items() if name == parameter.name]
     return [parameter.spelling, *letters, *(flag for flag in parameter.option.also if flag[1:] not in short)]
 
 
 def _whole(parameter: Parameter, halves: Mapping[str, str]) -> str:
-    """The value of a parameter of which other programs' flags gave the halves: two that differ with a slash between
-    them. UsageError unless that is one of its values."""
+    """The value of a parameter whose halves were given by flags of other programs: the halves, with a slash between
+    them if they differ. Raises UsageError if it is not a value of the parameter."""
     found = dict.fromkeys(halves[half] for half in ("keys", "values") if half in halves)
     whole = "/".join(found)
     if len(halves) < 2 or (len(found) > 1 and whole not in parameter.choices):
@@ -288,14 +287,14 @@ def _is_number(token: str) -> bool:
 
 
 def _unknown(flag: str, known: Iterable[str]) -> typing.NoReturn:
-    """Raises UsageError with the nearest flag."""
+    """Raises UsageError, which names the most similar flag."""
     near = familiar.nearest(flag, (*known, *_HELP.spellings, *_DEBUG.spellings, "--version"))
     raise UsageError(f"unknown flag {flag}" + (f": did you mean {near}?" if near else ": see --help"))
 
 
 @dataclass(frozen=True)
 class Flag:
-    """For completion. spellings: as typed. value: whether it takes one; choices: those that are possible, if they can
+    """A flag, for completion. spellings: as typed. value: whether it has a value. choices: possible values, if they can
     be listed."""
 
     spellings: tuple[str, ...]
@@ -309,7 +308,7 @@ _HELP = Flag(("--help", "-h"), "explain the command")
 
 
 def flags(run: Callable, short: Mapping[str, str]) -> list[Flag]:
-    """The flags of a verb, those that all verbs have included."""
+    """The flags of a verb, including those of all verbs."""
     own = [one for one in parameters(run).values() if not one.positional]
     found = [Flag(tuple(_flags(one, short)), one.option.help, one.type is not bool, one.choices) for one in own]
     return [*found, _DEBUG, _HELP]

@@ -1,9 +1,9 @@
-"""A line and exit code 1 where a mapped file is cut off, or cannot be read any more, while a command uses it.
+"""Reports, in one line and with exit code 1, that a mapped file was truncated or can no longer be read.
 
-Target cpu maps weights: to touch a page that the file no longer has raises SIGBUS in the thread that does so. No
-exception can come of it, and Python's own handlers of signals run only once that thread goes on. So the handler is a
-function that the system calls at once: it writes and ends the process. It may run Python's code, because what touches
-mapped weights (kernels, copies by NumPy) holds no lock that it needs.
+Target cpu maps weights. Access to a page that the file no longer has raises SIGBUS in the accessing thread. This cannot
+become an exception, and Python's own signal handlers only run when that thread continues. So the handler is a function
+that the system calls immediately: it writes a line and ends the process. It may run Python code, because code that
+accesses mapped weights (kernels, copies by NumPy) holds no lock that the handler needs.
 """
 
 import ctypes
@@ -17,7 +17,8 @@ _LINE = (
 )
 
 
-_first = threading.Lock()  # of the threads that touch such pages, which may be several; the others wait for the end
+# Several threads may access such pages; the first one reports, the others wait for the end of the process.
+_first = threading.Lock()
 
 
 def _end(number: int) -> None:
@@ -26,13 +27,13 @@ def _end(number: int) -> None:
     os._exit(1)
 
 
-_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(_end)  # kept as long as the process
+_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(_end)  # kept for the life of the process
 
 
 def install() -> None:
-    """For this process, where nothing else handles the signal (as PYTHONFAULTHANDLER does)."""
+    """Installs the handler in this process, unless something else (such as PYTHONFAULTHANDLER) handles the signal."""
     system_call = ctypes.CDLL(None).signal
     system_call.argtypes, system_call.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
     address = ctypes.cast(_handler, ctypes.c_void_p)
-    if before := system_call(signal.SIGBUS, address):  # another handler than the default one, which is 0
+    if before := system_call(signal.SIGBUS, address):  # a handler other than the default one, which is 0
         system_call(signal.SIGBUS, before)

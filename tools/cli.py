@@ -1,9 +1,9 @@
-"""The command line, which start.py runs: picks the verb, calls it through python-fire, and turns whatever goes wrong
-into one line.
+"""The command line, which start.py runs. It finds the verb, calls it through python-fire, and turns every error into
+one line.
 
-Results go to stdout; messages, progress and errors go to stderr. Exit codes: 0 done, 1 the user must change something
-(`error: ...`), 2 it is the command line (`UsageError`), 70 a bug of ours, 130 interrupted with Ctrl-C, 141 the reader
-of stdout went away. `--debug` anywhere adds the traceback, and what the package logs.
+Results go to stdout; messages, progress and errors go to stderr. Exit codes: 0 done; 1 the user must change something
+(`error: ...`); 2 the command line is wrong (`UsageError`); 70 a bug of this program; 130 interrupted with Ctrl-C; 141
+the reader of stdout has gone away. `--debug`, at any place, adds the traceback and the package's log.
 """
 
 import errno
@@ -27,7 +27,7 @@ from mlc_amd.runtime.errors import UsageError, UserError, one_line
 from mlc_amd.tools import arguments, bus_error, familiar, interrupts
 from mlc_amd.tools.terminal import terminal
 
-# verb -> what it does. Each is the function `run` of its module, imported only when it is asked for.
+# verb -> what it does. A verb is the function `run` of its module, which is imported when it is used.
 VERBS = {
     "chat": "talk with a model",
     "generate": "continue a text",
@@ -65,23 +65,23 @@ _ADVICE = {
 
 
 def module_of(verb: str) -> str:
-    """The name of a verb's module: the verb's own, here."""
+    """The name of the module of a verb: the verb's own, if it is here."""
     return f"mlc_amd.tools.commands.{verb.replace('-', '_')}"
 
 
 def verbs() -> dict[str, str]:
-    """The verbs that are here: a bundle (tools/commands/deploy.py) leaves out those that compile."""
+    """The verbs of this installation. A bundle (tools/commands/deploy.py) has no verbs that compile."""
     return {verb: what for verb, what in VERBS.items() if importlib.util.find_spec(module_of(verb))}
 
 
 def program() -> str:
-    """What the user types to start this program: $MLC_AMD_PROGRAM (a bundle sets it), else mlc-amd."""
+    """The command with which the user starts this program: $MLC_AMD_PROGRAM (which bundles set), else mlc-amd."""
     return os.environ.get("MLC_AMD_PROGRAM") or "mlc-amd"
 
 
 def spoken(text: str) -> str:
-    """A text that names commands, such as `mlc-amd doctor`, with the name that this program has here. Commands that are
-    not here keep theirs: they are for another machine."""
+    """A text with commands such as `mlc-amd doctor`, in which they begin with this program's name. Commands that this
+    installation lacks do not change: they are for another machine."""
     return re.sub(rf"\bmlc-amd(?=\s+(?:COMMAND|{'|'.join(verbs())})\b)", program(), text)
 
 
@@ -108,10 +108,10 @@ Start with `mlc-amd chat`: it runs {default}.{ollama}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command line (default: the process's own) and returns the exit code."""
+    """Runs one command line; by default, that of the process. Returns the exit code."""
     _open_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 still shows what it can
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows the characters that it can
     bus_error.install()
     with terminal.clean_output():
         code = _run(argv)
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     tokens = list(sys.argv[1:] if argv is None else argv)
-    # After "--" nothing is a flag.
+    # After "--", there are no flags.
     end = tokens.index("--") if "--" in tokens else len(tokens)
     debug = "--debug" in tokens[:end]
     try:
@@ -136,7 +136,7 @@ def _run(argv: Sequence[str] | None) -> int:
         return _EXIT_INTERRUPTED
     except BrokenPipeError:
         _report_traceback(debug)
-        # Python flushes stdout once more at exit; the pipe is gone, so let that go nowhere.
+        # Python flushes stdout again at exit, but the pipe is closed: its output goes to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_BROKEN_PIPE
     except UserError as error:
@@ -144,7 +144,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except OSError as error:
         where = error.filename if isinstance(error.filename, str) else "the output"
         return _fail(f"{where}: {_ADVICE.get(error.errno or 0, error.strerror or str(error))}", debug)
-    except UnicodeEncodeError as error:  # of bytes of the command line that are not UTF-8
+    except UnicodeEncodeError as error:  # bytes of the command line that are not UTF-8
         if not any("\udc80" <= char <= "\udcff" for char in error.object):
             return _bug(error, debug)
         return _fail(f"{error.object!r} is not UTF-8: write it otherwise, or rename the file", debug)
@@ -155,18 +155,18 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _open_closed() -> None:
-    """Gives a process that was started without stdin, stdout or stderr (`<&-`) empty ones. Files that it opens must not
-    get these numbers: what is printed would go into them."""
+    """Opens empty files in place of a closed stdin, stdout or stderr (`<&-`). Otherwise files that the process opens
+    would get these numbers, and output would be written to them."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (for the process's life)
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (for the life of the process)
 
 
 def _dispatch(tokens: list[str], literal: list[str]) -> None:
-    """tokens: what may hold flags; literal: "--" and what follows it, or nothing."""
+    """Runs the verb. tokens: what may contain flags. literal: "--" and what follows it, or nothing."""
     if not tokens or tokens[0] in ("--help", "-h", "help"):
         tokens = [*tokens[1:2], "--help"]
     verb, *rest = (*familiar.COMMANDS.get(tokens[0], tokens[:1]), *tokens[1:])
@@ -193,8 +193,8 @@ def _dispatch(tokens: list[str], literal: list[str]) -> None:
 
 @contextmanager
 def _log(everything: bool) -> Iterator[None]:
-    """What the package logs goes to stderr: warnings as lines like our own, with `everything` all messages, with the
-    seconds since the start and where they come from."""
+    """Writes the package's log to stderr. Warnings look like other messages of the program. everything: writes all
+    messages, with the seconds since the start and their origin."""
     log = logging.getLogger("mlc_amd")
     handler, before = logging.StreamHandler(), (log.level, log.propagate)
     handler.setFormatter(_Line(everything))
@@ -209,7 +209,7 @@ def _log(everything: bool) -> Iterator[None]:
 
 
 class _Line(logging.Formatter):
-    """A record as a line. where: with its time and place."""
+    """A record as a line. where: with its time and origin."""
 
     def __init__(self, where: bool):
         super().__init__()
@@ -221,7 +221,7 @@ class _Line(logging.Formatter):
 
 
 def _warn(show: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any) -> None:
-    """Shows our own warnings as one line; others, which tell developers something, as usual."""
+    """Shows this package's warnings as one line, and others, which are for developers, as usual."""
     if category is UserWarning:
         sys.stderr.write(f"warning: {spoken(' '.join(str(message).split()))}\n")
     else:

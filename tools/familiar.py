@@ -1,9 +1,9 @@
-"""What users of other programs type: commands of ollama, flags of llama.cpp that have no effect here, and words with
+"""What users of other programs type: ollama's commands, llama.cpp's flags that have no effect here, and words with
 spelling mistakes."""
 
 from collections.abc import Iterable, Sequence
 
-# command of ollama: what it is here
+# ollama's command -> the command here
 COMMANDS = {
     "run": ("chat",),
     "list": ("cache", "ls"),
@@ -13,7 +13,7 @@ COMMANDS = {
     "show": ("inspect",),
     **dict.fromkeys(("version", "-v", "-V"), ("--version",)),
 }
-# of those that are not here, what is there instead
+# ollama's commands without an equivalent -> what to do instead
 ABSENT = {
     "stop": "a model is loaded as long as its command runs: end that with Ctrl-C",
     "create": "there are no Modelfiles: --system and flags such as --temperature do that for one run",
@@ -21,9 +21,9 @@ ABSENT = {
     "push": "models are not published from here",
 }
 
-_ALONE, _ONE = (), None  # values that a flag takes: none; any one
+_ALONE, _ONE = (), None  # the values of a flag: none; any one value
 _SWITCH = ("on", "off", "auto", "0", "1", "true", "false")
-# flags: the values that may follow; why they have no effect
+# flags; the values that may follow; why they have no effect
 _IGNORED = (
     (("-fa", "--flash-attn", "-mmp"), _SWITCH, "attention and loading have one way"),
     (("-b", "--batch-size", "-ub", "--ubatch-size"), _ONE, "the artifact decides the size of a step"),
@@ -46,16 +46,16 @@ IGNORED = {flag: (values, why) for flags, values, why in _IGNORED for flag in fl
 
 
 def ignored(flag: str, given: bool, following: Sequence[str]) -> tuple[int, str]:
-    """Of a flag of `IGNORED`: how many of the following words are its value, and what to say of it. given: whether it
-    has its value after a "="."""
+    """For a flag of `IGNORED`: (how many of the following words are its value, the message about it). given: whether
+    its value follows a "="."""
     values, why = IGNORED[flag]
     takes = not given and bool(following) and (values is _ONE or following[0] in (values or ()))
     return int(takes), f"{flag} has no effect: {why}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that was most likely meant: the one with the fewest edits, if they are less than a third of its
-    letters, else the only one that begins so."""
+    """The known word that was most likely meant: the one with the fewest edits, if these are fewer than a third of its
+    letters; otherwise the only word with this beginning."""
     letters = word.lstrip("-")
     candidates = sorted(set(known))
     found = min(candidates, key=lambda one: _edits(letters, one.lstrip("-")), default=None)

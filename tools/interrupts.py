@@ -1,12 +1,13 @@
-"""Ctrl-C ends a command at once, quietly, with exit code 130, and leaves nothing (runtime/leftovers.py); so do SIGTERM
-and SIGHUP, with theirs.
+"""Ctrl-C ends a command immediately and quietly, with exit code 130, and undoes what must not be left
+(runtime/leftovers.py). SIGTERM and SIGHUP do the same, with their exit codes.
 
-An exception is not enough: TVM makes another one of a KeyboardInterrupt that is raised while it calls Python, drivers
-may crash where one leaves them in the middle of their work, and Python raises none before a call of LLVM returns. So a
-thread reads the file to which Python's own handler writes the signal's number at once, and ends the process; the main
-thread does nothing more meanwhile. Who wants to go on after Ctrl-C sets a handler of its own, or uses `raising`.
+An exception is not enough: TVM turns a KeyboardInterrupt that is raised while it calls Python into another exception;
+drivers may crash if an exception leaves them in the middle of their work; and Python raises none before a call of LLVM
+returns. So Python's own handler writes the signal's number to a file immediately, and a thread reads the file and ends
+the process. The main thread does nothing meanwhile. Code that must continue after Ctrl-C sets its own handler, or uses
+`raising`.
 
-Imports little: `install` is the first thing that a command does.
+This module imports little, because `install` is the first thing that a command does.
 """
 
 import fcntl
@@ -20,12 +21,12 @@ from contextlib import contextmanager, suppress
 from mlc_amd.runtime import leftovers
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PATIENCE = 5.0  # seconds of tidying up: what the main thread holds, which it waits for in vain, is not released
-_write = -1  # of the pipe that the thread reads
+_PATIENCE = 5.0  # limit of seconds for undoing: it may wait in vain for something that the main thread holds
+_write = -1  # the end of the pipe for writing; the thread reads from it
 
 
 def install() -> None:
-    """For this process, but not for signals that it was started to ignore."""
+    """Installs the handlers in this process, except for signals that its parent made it ignore."""
     global _write
     ends = os.pipe()
     # never the numbers of standard streams, which may be closed
@@ -42,7 +43,7 @@ def install() -> None:
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """Within the block Ctrl-C raises KeyboardInterrupt."""
+    """Within the block, Ctrl-C raises KeyboardInterrupt."""
     ours = signal.getsignal(signal.SIGINT) is _heed
     if ours:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -54,7 +55,8 @@ def raising() -> Iterator[None]:
 
 
 def end(code: int) -> None:
-    """Ends the process without unwinding or Python's own tidying, which may crash with a device at work."""
+    """Ends the process without unwinding the stack and without Python's own cleanup, which may crash while a device is
+    working."""
     tidying = threading.Thread(target=_tidy, daemon=True)
     tidying.start()
     tidying.join(_PATIENCE)
@@ -62,13 +64,13 @@ def end(code: int) -> None:
 
 
 def _tidy() -> None:
-    with suppress(OSError, ValueError):  # of a closed pipe
+    with suppress(OSError, ValueError):  # the pipe is closed
         sys.stdout.flush()
     leftovers.undo_all()
 
 
 def _heed(number: int, frame: object) -> None:
-    os.write(_write, bytes([number]))  # again: others may have had the file of wakeups replaced
+    os.write(_write, bytes([number]))  # again, as other code may have replaced the wakeup file
     threading.Event().wait()
 
 

@@ -1,7 +1,8 @@
-"""Which profile a model is compiled for on a Vulkan GPU: kernels rely on lanes of matrices (runtime/matrix_lanes.py).
+"""Determines the profile for which a model is compiled on a Vulkan GPU. Kernels rely on which lane has which component
+of a matrix (runtime/matrix_lanes.py).
 
-In: a GPU and its profile's name. Out: the name, with lane_matrix=none where the driver distributes matrices in another
-way. The driver is asked once: its answer is kept in the user's cache, for each version of the driver.
+In: a GPU and its profile's name. Out: this name, with lane_matrix=none if the driver distributes matrices differently.
+The driver is tested once; the result is kept in the user's cache for each version of the driver.
 """
 
 from contextlib import suppress
@@ -25,7 +26,7 @@ _PROBE = "fragment_probe"
 
 
 def suited(gpu: VulkanGpu, name: str) -> str:
-    """The profile to compile for. One line on stderr says why it is another one."""
+    """The profile to compile for. A line on stderr says why it is another one than the given one."""
     profile = profiles.resolve(name)
     if not profile.lane_matrix or _known(gpu, profile):
         return name
@@ -39,7 +40,8 @@ def _tell(gpu: str, driver: str) -> None:
 
 
 def _known(gpu: VulkanGpu, profile: "Profile") -> bool:
-    """Whether lanes are those that kernels rely on; True where the driver cannot be asked: it then cannot run them."""
+    """Whether the driver distributes matrices as kernels assume. True if the driver cannot be tested: it cannot run the
+    kernels then, either."""
     pipelines = cache_file(gpu)
     file = pipelines.with_name(f"{pipelines.stem}-{profile.lane_unit}.txt")
     with suppress(OSError):
@@ -55,7 +57,8 @@ def _known(gpu: VulkanGpu, profile: "Profile") -> bool:
 
 
 def _ask(gpu: VulkanGpu, profile: "Profile") -> bool:
-    from mlc_amd.compiler.codegen.vulkan_target import VulkanTarget  # TVM: only where a model is about to be compiled
+    # imports TVM: only when a model is about to be compiled
+    from mlc_amd.compiler.codegen.vulkan_target import VulkanTarget
 
     target = VulkanTarget(profile.name)
     kernels = {_PROBE: target.own_kernels(profile)[_PROBE]}

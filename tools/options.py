@@ -1,4 +1,4 @@
-"""The options that several commands share besides those of runtime/options.py and runtime/sampling/settings.py."""
+"""The options that several commands share, except those of runtime/options.py and runtime/sampling/settings.py."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -8,14 +8,14 @@ from mlc_amd.runtime.sampling.settings import SamplingChanges
 
 
 class Without:
-    """Metadata of a command's parameter that is a group: options of the group that the command does not have."""
+    """Metadata of a command's parameter that is a group: the options of the group that the command does not have."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
 
 
 class Defaults:
-    """Metadata of a command's parameter that is a group: what defaults of None mean for the command, by the option."""
+    """Metadata of a command's parameter that is a group: by option, what a default of None means for the command."""
 
     def __init__(self, **texts: str) -> None:
         self.texts = texts
@@ -49,7 +49,7 @@ Key = Annotated[str | None, Option(
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """How answers are made and shown. thinking and on_full are those of the `Conversation`."""
+    """How answers are generated and shown. thinking, on_full: see `Conversation`."""
 
     max_tokens: MaxTokens = None
     stop: Stop = ()

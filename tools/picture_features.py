@@ -1,7 +1,7 @@
-"""What a model's image encoder makes of a picture, for `mlc-amd embed --image`; and the encoder alone, opened.
+"""The features of a picture by a model's image encoder, for `mlc-amd embed --image`; and opening such an encoder alone.
 
 In: the model, a picture's file. Out: an .npz file with `features`, float32 [rows, columns], of all tiles of the picture
-one after the other, and `tiles`, the number of rows of each.
+one after the other, and `tiles`, the number of rows of each tile.
 """
 
 from collections.abc import Iterator
@@ -26,8 +26,8 @@ class OpenEncoder(NamedTuple):
     encoder: ImageEncoder
 
     def tiles(self, picture) -> list[PreparedImage]:
-        """Those of a PIL image. UserError for a picture that the encoder cannot take."""
-        from mlc_amd.runtime.images.projectors import Preparation  # it needs Pillow, which other models' bundles lack
+        """The tiles of a PIL image. Raises UserError for a picture that the encoder cannot take."""
+        from mlc_amd.runtime.images.projectors import Preparation  # it needs Pillow, which bundles of other models lack
 
         pieces = Preparation(self.encoder.vision).pieces(picture)
         return [one for one in pieces if isinstance(one, PreparedImage)]
@@ -35,7 +35,7 @@ class OpenEncoder(NamedTuple):
 
 @contextmanager
 def opened(load: LoadOptions) -> Iterator[OpenEncoder]:
-    """The image encoder of the options' model, until the end of the `with` block. UserError for a model without one."""
+    """Opens the image encoder of the options' model for the `with` block. Raises UserError for a model without one."""
     artifact = Artifact.open(models.artifact_path(load, sees=True), load.verify)
     device = open_device(artifact, load.device, load.threads, devices=load.devices)
     try:
@@ -46,7 +46,8 @@ def opened(load: LoadOptions) -> Iterator[OpenEncoder]:
 
 
 def write(load: LoadOptions, image: str, output: str) -> None:
-    """load: with the model. UserError for a model without an image encoder, or a picture that it cannot take."""
+    """Writes the features of a picture to the file `output`. load: names the model. Raises UserError for a model
+    without an image encoder, or a picture that it cannot take."""
     picture = decode(picture_bytes(image), f"the image {image}")
     with opened(load) as sees:
         features = sees.encoder.encode(sees.tiles(picture))

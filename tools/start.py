@@ -1,11 +1,11 @@
-"""The program `mlc-amd`. Whoever presses Ctrl-C while the command line is imported gets no traceback either."""
+"""The program `mlc-amd`. Ctrl-C causes no traceback, even while the command line is being imported."""
 
 from mlc_amd.tools import interrupts
 
 
 def main() -> int:
     interrupts.install()
-    from mlc_amd.tools import cli  # takes longer than all before it
+    from mlc_amd.tools import cli  # takes longer than everything before it
 
     return cli.main()
 

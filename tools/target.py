@@ -1,7 +1,8 @@
-"""Which target and arch a model is compiled for on this machine.
+"""Determines the target and the arch for which a model is compiled on this machine.
 
-In: --target, --arch and --device as the user gives them. Out: a target without "auto", and an arch without "native" but
-for CPUs, whose flags are part of the cache's key. One line on stderr says what "auto" found, if there is a GPU.
+In: --target, --arch and --device as the user gives them. Out: a target other than "auto", and an arch other than
+"native"; only for CPUs it remains "native", as their flags are part of the cache's key. If there is a GPU, a line on
+stderr says what "auto" has chosen.
 """
 
 from collections.abc import Callable
@@ -12,12 +13,12 @@ from mlc_amd.runtime.host import kfd_gpus
 from mlc_amd.tools.terminal import display
 
 AUTO = "auto"
-HERE = ("native", "auto")  # --arch for this machine
+HERE = ("native", "auto")  # values of --arch for this machine
 
 
 def resolve(target: str, arch: str, device: str | None = None) -> tuple[str, str]:
-    """(target, arch) to compile for. device: as `open_device` takes it: which GPU. UserError for a GPU that
-    is not here, and for an arch that does not tell its target."""
+    """(target, arch) to compile for. device: selects the GPU, as for `open_device`. Raises UserError for a GPU that
+    this machine does not have, and for an arch that does not determine its target."""
     if target == AUTO and device in KINDS:
         target = device
     if target == AUTO:
@@ -28,10 +29,12 @@ def resolve(target: str, arch: str, device: str | None = None) -> tuple[str, str
 
 
 def arch_here(target: str, device: str | None = None) -> str:
-    """The name of this machine's arch: the GPU's own, so that another GPU does not get its artifacts; "native" for a
-    CPU, and for rocm where there is no GPU (compilation then says so). UserError where there is no Vulkan device."""
+    """The name of this machine's arch. For a GPU it is the GPU's own, so that its artifacts are not used on another
+    GPU; "native" for a CPU, and for rocm without a GPU (then compilation reports it). Raises UserError if there is no
+    Vulkan device."""
     if target == "vulkan":
-        from mlc_amd.runtime.devices.vulkan.gpu import list_gpus, preferred  # queries the driver, so only when needed
+        # queries the driver, so it is imported only when needed
+        from mlc_amd.runtime.devices.vulkan.gpu import list_gpus, preferred
         from mlc_amd.runtime.devices.vulkan.profile import profile_of
         from mlc_amd.tools.lane_probe import suited
 
@@ -47,7 +50,7 @@ def arch_here(target: str, device: str | None = None) -> str:
 
 
 def _target_of(arch: str) -> str:
-    """The target that an arch belongs to; "auto" for this machine's."""
+    """The target of an arch; "auto" for this machine's arch."""
     if arch in HERE:
         return AUTO
     from mlc_amd.schedules.gpu.base import arch as gpus
@@ -74,7 +77,7 @@ def _here(device: str | None) -> tuple[str, str]:
         except UserError as error:
             reasons.append(f"{target}: {error}")
             continue
-        # why AMD's own target is not taken interests only those who have its GPU
+        # why target rocm is not used only interests users with an AMD GPU
         why = f"; not {reasons[0]}" if reasons and kfd_gpus() else ""
         display.message(f"target {target}: {name}{why}")
         return target, arch
@@ -86,7 +89,7 @@ def _here(device: str | None) -> tuple[str, str]:
 
 
 def _rocm(device: str | None) -> tuple[str, str]:
-    """(name, arch) of the best GPU that HIP finds. UserError where there is none that kernels are built for."""
+    """(name, arch) of the best GPU that HIP finds. Raises UserError if kernels can be compiled for none."""
     from mlc_amd.runtime.devices.hip.api import Hip, open_bindings
     from mlc_amd.runtime.devices.hip.gpu import usable_gpus
     from mlc_amd.runtime.gpus import CHIPS
@@ -100,7 +103,7 @@ def _rocm(device: str | None) -> tuple[str, str]:
 
 
 def _vulkan(device: str | None) -> tuple[str, str]:
-    """(name, profile) of the best GPU that Vulkan shows. UserError where it shows none."""
+    """(name, profile) of the best GPU that Vulkan shows. Raises UserError if it shows none."""
     from mlc_amd.runtime.devices.vulkan.api import VulkanError
     from mlc_amd.runtime.devices.vulkan.gpu import list_gpus, missing, preferred
     from mlc_amd.runtime.devices.vulkan.profile import profile_of
@@ -109,7 +112,7 @@ def _vulkan(device: str | None) -> tuple[str, str]:
 
     try:
         gpus = [gpu for gpu in list_gpus() if gpu.type != "cpu"]
-    except VulkanError as error:  # a driver without its hardware fails in its own ways
+    except VulkanError as error:  # a driver without its hardware may fail in any way
         raise UserError(str(error)) from error
     if not gpus:
         raise UserError("its only driver here runs on the CPU")

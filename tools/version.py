@@ -1,4 +1,4 @@
-"""What `mlc-amd --version` says: the version of this program, of its compiler, and of what runs kernels here."""
+"""The output of `mlc-amd --version`: the versions of this program, of its compiler, and of what runs kernels here."""
 
 import subprocess
 from importlib import metadata
@@ -9,8 +9,8 @@ from mlc_amd.runtime.errors import UserError
 
 
 def text() -> str:
-    """Lines: this program's version, with the commit of an installation that is a git work tree; TVM's, if it is
-    installed; the Vulkan devices with their drivers and the HIP runtime, if they are here."""
+    """Lines: this program's version, with the commit if the installation is a git work tree; TVM's version if
+    installed; the Vulkan devices with their drivers and the HIP runtime, if present."""
     tree = commit()
     lines = [f"mlc-amd {mlc_amd.__version__}" + (f" (commit {tree})" if tree else "")]
     tvm = next((one.version for one in metadata.distributions(name="apache-tvm")), None)
@@ -19,8 +19,8 @@ def text() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the git work tree that this program runs from, "-dirty" after it if files were changed; None where
-    there is none (an installed copy, or no git)."""
+    """The commit of the git work tree from which this program runs, with "-dirty" if files were changed; None if there
+    is none (an installed copy, or no git)."""
     root = Path(mlc_amd.__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None
@@ -37,7 +37,7 @@ def _vulkan() -> list[str]:
 
     try:
         found = gpu.list_gpus()
-    except (UserError, api.VulkanError):  # no loader, no driver, or no device: `mlc-amd doctor` says which
+    except (UserError, api.VulkanError):  # no loader, no driver, or no device: `mlc-amd doctor` reports which
         return []
     return [f"Vulkan {api.version_text(one.api)}: {one.name}, {one.driver}" for one in found]
 

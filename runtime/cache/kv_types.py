@@ -12,8 +12,8 @@ class Codes(NamedTuple):
     """How elements are stored as codes of `bits` bits from `lowest` to `highest`: element = code * scale. KV_BLOCK
     columns of a head share a float16 scale.
 
-        rotated  each head is multiplied by a Hadamard matrix before it is stored
-        refits   after the codes are chosen, the scale is changed to the one with the least squared error
+    rotated  each head is multiplied by a Hadamard matrix before it is stored
+    refits   after the codes are chosen, the scale is changed to the one with the least squared error
     """
 
     bits: int

@@ -77,7 +77,7 @@ class SavedPages:
         nbytes = HEADER.unpack(head)[2] if len(head) == HEADER.size else _LARGEST + 1
         table = np.empty(nbytes if nbytes <= min(_LARGEST, status.st_size) else 0, np.uint8)
         if table.nbytes != nbytes or not read_record(self._file, 0, model, table):
-            raise UserError(f"{path} has no cache of this model that could be used, or is damaged")
+            raise UserError(f"{path} is not a saved cache of this model, or is damaged; give another file")
         found, at = msgspec.json.decode(table.tobytes(), type=_Table), HEADER.size + nbytes
         self.size = SavedSize(found.tokens, status.st_size)
         self._places: dict[bytes, tuple[int, int]] = {}

@@ -51,7 +51,7 @@ _ANY = {"type": "object"}
 _LARK = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)  # matches Lark, but not GBNF
 _NEXT = "<|end|><|start|>assistant"  # Harmony: between the text of a message and the header of the next one
 _SCHEMA, _GRAMMAR = "the JSON schema", "the grammar"  # names in error messages
-# The beginning and the end of a regular expression; not "\\$".
+# "^" at the beginning and "$" at the end of a regular expression; not an escaped "$".
 _ANCHORS = re.compile(r"\A\^|(?<!\\)((?:\\\\)*)\$\Z")
 
 ToolChoice = Literal["auto", "required", "none"] | Mapping[str, str]

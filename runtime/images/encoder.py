@@ -107,7 +107,7 @@ class ImageEncoder:
         size, (_, height, width) = self.vision["patch"], image.pixels.shape
         each = size * self.vision["merge"]
         if height % each or width % each or not height or not width:
-            raise UserError(f"an image of {width} x {height} pixels does not divide into squares of {each}")
+            raise UserError(f"an image of {width} x {height} pixels cannot be divided into squares of {each} pixels")
         return height // size, width // size
 
     def _shape(self, height: int, width: int) -> "_Shape":
@@ -262,7 +262,7 @@ class ImageEncoder:
             ends = np.arange(width, len(found), width)
             found = np.insert(found, ends, self._vectors[_BREAK][: found.shape[1]], 0)
         if len(found) != image.rows:
-            raise UserError(f"an image became {len(found)} rows, and {image.rows} were planned for it")
+            raise UserError(f"an image became {len(found)} rows, but the prompt has {image.rows} rows for it")
         return found
 
 

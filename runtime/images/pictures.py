@@ -61,7 +61,7 @@ def of_base64(text: str, where: str) -> bytes:
     try:
         return _sized(base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True), where)
     except (binascii.Error, ValueError) as error:
-        raise UserError(f"{where} is not base64 ({error}): encode the file's bytes so") from error
+        raise UserError(f"{where} is not base64 ({error}): encode the bytes of the file as base64") from error
 
 
 def decode(data: bytes, where: str = "the image") -> "Image":

@@ -69,7 +69,7 @@ class ImagePrompts:
             return [text]
         texts = (text if isinstance(text, Traced) else Traced.all_own(text)).split(IMAGE)
         if len(texts) != len(images) + 1:
-            raise UserError("the prompt has not a mark for each image: remove U+FDD1 from its texts")
+            raise UserError("the prompt must have exactly one mark for each image: remove U+FDD1 from its texts")
         parts: list[Piece] = [texts[0]]
         for place, data in enumerate(images):
             prepared = self._prepared(data, "the image" if len(images) == 1 else f"image {place + 1}")

@@ -82,7 +82,7 @@ class Bench:
                     self.backend.put((where, param.name), arrays[param.name].reshape(-1).view(np.uint8))
 
     def _prepare(self, index: int, state) -> None:
-        """Writes the inputs of the case's state, and clears this candidate's own memory, in its layout."""
+        """Writes the inputs of the case's state, and zeros to the memory of this candidate that must be zero."""
         candidate = self.candidates[index]
         for param in candidate.params:
             if param.role == "zero":

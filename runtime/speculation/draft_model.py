@@ -37,7 +37,7 @@ class DraftModel:
     def __init__(self, artifact, device, tokenizer: Tokenizer) -> None:
         if not Tokenizer.load(artifact.path).same_vocabulary(tokenizer):
             raise UserError(
-                f"{artifact.manifest['name']} has another vocabulary: a draft model must have that of the model itself"
+                f"{artifact.manifest['name']} has another vocabulary: give a draft model with the model's own one"
             )
         self._artifact, self._device = artifact, device
         manifest = artifact.manifest

@@ -45,8 +45,9 @@ class FillInMiddle:
         return frozenset(self._ids.values())
 
     def prompt(self, before: str, after: str, files: Sequence[OtherFile] = (), room: int | None = None) -> list[int]:
-        """The token ids of a prompt. room: the largest number of tokens. If they are more, what is farthest from the
-        gap is left out: first of the other files; the text after the gap keeps at least a quarter of the room."""
+        """The token ids of a prompt. room: the largest number of tokens. If they are more, the tokens farthest from the
+        gap are left out: the end of the text after the gap, if it exceeds a quarter of the room; then the beginning of
+        the text before the gap; then the first other files."""
         if not self.possible:
             raise UserError("this model has no tokens to fill in the middle: use one for code that was trained for it")
         ids, encode = self._ids, self._encode

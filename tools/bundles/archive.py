@@ -1,6 +1,6 @@
 """Writes a set of files into a folder, or into a reproducible .tar.zst.
 
-In: entries in order. Out: the folder or the file, complete or not at all.
+In: entries, in order. Out: the folder or the file; it is complete, or does not exist.
 """
 
 import io
@@ -16,14 +16,15 @@ from typing import Any, BinaryIO
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.folders import unwritable
 
-HARD, FAST = 12, 1  # levels: about 20 and 300 MB/s; level 19 saves a tenth more in seven times the time
-TIME = 315_619_200  # 1980-01-02, of every file: tar warns of 1970
+# compression levels, with about 20 and 300 MB/s; level 19 saves another tenth, but takes seven times as long
+HARD, FAST = 12, 1
+TIME = 315_619_200  # 1980-01-02, the time of every file: tar warns of dates in 1970
 PIECE = 8 << 20
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A file to write: its path (with /), its content or a file with it, whether it is executable."""
+    """A file to write. It has a path (with /), content (bytes, or a file), and may be executable."""
 
     path: str
     content: bytes | Path
@@ -42,7 +43,7 @@ class Entry:
 
 
 class _Counted:
-    """A file to read from; `wrote` gets the bytes of each read."""
+    """A file for reading. Calls `wrote` with the number of bytes of each read."""
 
     def __init__(self, file: BinaryIO, wrote: Callable[[int], None]):
         self._file, self._wrote = file, wrote
@@ -54,7 +55,8 @@ class _Counted:
 
 
 def compressor() -> Callable[[int], Any]:
-    """level -> an object whose compress(data) and flush() make one frame. UserError without a zstd library."""
+    """A function: level -> an object whose compress(data) and flush() make one frame. Raises UserError if there is no
+    zstd library."""
     try:
         from compression import zstd  # pyright: ignore[reportMissingImports]  (Python 3.14)
     except ImportError:
@@ -68,7 +70,7 @@ def compressor() -> Callable[[int], Any]:
 
 
 class _Frames(io.RawIOBase):
-    """A file for tarfile that compresses what is written at the current level; setting a level begins a new frame."""
+    """A file for tarfile that compresses what is written. Setting a level begins a new frame."""
 
     def __init__(self, file, make: Callable[[int], Any]):
         self._file, self._make, self._position = file, make, 0
@@ -95,8 +97,8 @@ class _Frames(io.RawIOBase):
 
 
 def write_folder(path: Path, entries: Iterable[Entry], wrote: Callable[[int], None]) -> None:
-    """Writes `entries` into the folder `path`, which is replaced. wrote(bytes) is called with what was read since the
-    last time."""
+    """Writes `entries` into the folder `path`, which is replaced. wrote: called with the number of bytes read since its
+    last call."""
     with _renamed(path) as temporary:
         temporary.mkdir()
         for entry in entries:
@@ -110,8 +112,8 @@ def write_folder(path: Path, entries: Iterable[Entry], wrote: Callable[[int], No
 def write_archive(
     path: Path, folder: str, entries: Iterable[Entry], fast: Callable[[Entry], bool], wrote: Callable[[int], None]
 ) -> None:
-    """Writes `entries`, as files of `folder`, into the .tar.zst `path`. fast(entry): content that hardly compresses.
-    wrote(bytes): as in `write_folder`."""
+    """Writes `entries`, as files in `folder`, into the .tar.zst `path`. fast(entry): whether its content can hardly be
+    compressed. wrote: see `write_folder`."""
     make = compressor()
     with _renamed(path) as temporary, open(temporary, "wb") as file:
         frames, level = _Frames(file, make), 0
@@ -128,8 +130,8 @@ def write_archive(
 
 @contextmanager
 def _renamed(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` for a file or a folder, renamed to `path` if the `with` block succeeds, and
-    deleted otherwise."""
+    """A temporary path next to `path`, for a file or a folder. It is renamed to `path` if the `with` block succeeds,
+    and deleted otherwise."""
     temporary, old = (path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.{end}") for end in ("tmp", "old"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""The Python packages that a bundle holds: wheels from the package index, kept in the cache, merged into one folder's
-files.
+"""The Python packages in a bundle: wheels from the package index, kept in the cache, and merged into the files of one
+folder.
 
-In: names of VENDORED packages, Python versions. Out: {path: bytes}, what `site-packages` of any of these Pythons would
-hold. Wheels of the same version for several Pythons agree in all files but the native ones, whose names tell the
-Python, so they lie side by side.
+In: names of VENDORED packages, Python versions. Out: {path: bytes}, the content of `site-packages` for all of these
+Pythons. Wheels of one version for several Pythons have equal files except for native ones. The names of native files
+contain the Python's version, so they can be in one folder.
 """
 
 import importlib.util
@@ -22,10 +22,10 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools.terminal import display
 
-# The newest C library that wheels may ask for is that of 2018 (2.28); SteamOS and all living distributions have it.
-# llguidance asks for that of 2020 (2.31): with an older one, answers cannot follow grammars, and all else works.
+# Wheels may need at most the C library of 2018 (2.28), which SteamOS and all current distributions have. llguidance
+# needs that of 2020 (2.31): with an older one, answers cannot follow grammars, but everything else works.
 PLATFORMS = tuple(f"manylinux{version}_x86_64" for version in ("_2_31", "_2_28", "_2_27", "_2_17", "2014"))
-# Nothing that runs a model needs these: type stubs, headers, sources, tests, installers' records.
+# Not needed to run a model: type stubs, headers, sources, tests, installers' records.
 LEAVE_OUT = (
     "*.pyi", "*.pyx", "*.pxd", "*.h", "*.a", "*.typed", "*/tests/*", "*.data/*", "*.dist-info/RECORD",
     "*.dist-info/WHEEL",
@@ -34,8 +34,8 @@ LEAVE_OUT = (
 
 @dataclass(frozen=True)
 class Package:
-    """A package of one version. leave_out: more patterns of files; differs: files that may differ between Pythons, the
-    first is taken."""
+    """One version of a package. leave_out: further patterns of files that are left out. differs: files that may differ
+    between Pythons; the first one is used."""
 
     version: str
     leave_out: tuple[str, ...] = ()
@@ -50,11 +50,11 @@ VENDORED = {
             "numpy/f2py/*",
             "numpy/random/_examples/*", "numpy/random/lib/*", "numpy/testing/*", "numpy/typing/*",
         ),
-        ("numpy/__config__.py",),  # which compiler and Python it was built with
+        ("numpy/__config__.py",),  # records the compiler and the Python that built it
     ),
     "tokenizers": Package("0.23.3"),
     "jinja2": Package("3.1.6"),
-    "markupsafe": Package("3.0.4", ("markupsafe/_speedups.*",)),  # it has the same in Python
+    "markupsafe": Package("3.0.4", ("markupsafe/_speedups.*",)),  # the package has the same in Python
     "rich": Package("15.0.0"),
     "prompt_toolkit": Package("3.0.53"),
     "wcwidth": Package("0.2.14"),
@@ -73,10 +73,10 @@ VENDORED = {
     "httptools": Package("0.9.0"),
     "prometheus_client": Package("0.26.0"),
     "llguidance": Package("1.9.1"),
-    # models that see
+    # models with an image encoder
     "pillow": Package(
         "13.0.0",
-        (  # fonts, colour profiles, other formats than those of images/pictures.py
+        (  # fonts, colour profiles, formats that images/pictures.py does not read
             "PIL/_imagingft.*", "PIL/_imagingcms.*", "PIL/_avif.*", "pillow.libs/libfreetype-*",
             "pillow.libs/libharfbuzz-*", "pillow.libs/libpng16-*", "pillow.libs/libbrotli*", "pillow.libs/liblcms2-*",
             "pillow.libs/libavif-*", "pillow-*.dist-info/sboms/*",
@@ -95,8 +95,8 @@ VENDORED = {
 
 
 def site_packages(names: Sequence[str], pythons: Sequence[str], cache: Path) -> dict[str, bytes]:
-    """The files of the packages for all `pythons` ("3.11", ..), by path. UserError when a wheel is neither in `cache`
-    nor to be had."""
+    """The files of the packages for all `pythons` ("3.11", ..), by path. Raises UserError if a wheel is neither in
+    `cache` nor can be downloaded."""
     files: dict[str, bytes] = {}
     for name in names:
         package, taken = VENDORED[name], {}
@@ -112,7 +112,7 @@ def site_packages(names: Sequence[str], pythons: Sequence[str], cache: Path) -> 
 
 
 def fetch(names: Sequence[str], pythons: Sequence[str], cache: Path) -> None:
-    """Downloads what `cache` lacks. UserError without pip or network."""
+    """Downloads the wheels that `cache` lacks. Raises UserError without pip or network."""
     for python in pythons:
         missing = [name for name in names if _find(name, python, cache) is None]
         if missing:
@@ -145,9 +145,9 @@ def _download(names: Sequence[str], python: str, cache: Path) -> None:
 
 
 def _find(name: str, python: str, cache: Path) -> Path | None:
-    """The wheel in the cache that pip would take."""
+    """The wheel in the cache that pip would choose; None if there is none."""
     version, interpreter = tuple(map(int, python.split("."))), f"cp{python.replace('.', '')}"
-    # What a CPython of that version can load, best first.
+    # The tags of wheels that a CPython of that version can load, the best one first.
     loaded = (*cpython_tags(version, platforms=PLATFORMS), *compatible_tags(version, interpreter, PLATFORMS))
     best: dict[Tag, int] = {tag: i for i, tag in reversed(list(enumerate(loaded)))}
     found = []

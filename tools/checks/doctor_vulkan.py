@@ -1,4 +1,4 @@
-"""What `mlc-amd doctor` says about Vulkan: the loader, the drivers and the devices. In: facts of
+"""What `mlc-amd doctor` reports about Vulkan: the loader, the drivers and the devices. In: facts of
 tools/checks/machine.py."""
 
 from collections.abc import Callable, Iterator
@@ -7,15 +7,15 @@ from pathlib import Path
 
 from mlc_amd.tools.terminal import display
 
-# ("ok", "missing" (not needed) or "problem"; a finding; what to do about it or "")
+# ("ok", "missing" (but not needed) or "problem"; a finding; what to do about it, or "")
 Check = tuple[str, str, str]
 
 
 def judge(facts: dict) -> list[Check]:
-    """The checks; facts: `vulkan`, and if known `gpus` and `distribution`."""
+    """The checks. facts: `vulkan`, and if known `gpus` and `distribution`."""
     found, hardware = facts["vulkan"], [gpu for gpu in facts.get("gpus", ()) if gpu["vendor"] in _DRIVERS]
     vendor = hardware[0]["vendor"] if hardware else "AMD"
-    missing = "problem" if hardware else "missing"  # a problem only where there is a GPU that could be used
+    missing = "problem" if hardware else "missing"  # only a problem if there is a GPU that could be used
     distribution = facts.get("distribution", [])
     install = _DRIVERS[vendor].install(distribution)
     if not found["loader"]:
@@ -26,7 +26,7 @@ def judge(facts: dict) -> list[Check]:
     devices += _several(found["devices"])
     if found["devices"] and not (hardware and all(device["type"] == "cpu" for device in found["devices"])):
         return devices
-    # Which driver does not start? That of the GPU's vendor, where there is a GPU and its driver.
+    # The driver that fails to start: that of the GPU's vendor, if there are such a GPU and driver.
     its = [path for path in found["drivers"] if _DRIVERS[vendor].names(path)]
     failed = [one for one in found["failed"] if not hardware or one["manifest"] in its or not one["library"]]
     if failed:
@@ -40,7 +40,7 @@ def judge(facts: dict) -> list[Check]:
 
 
 def _several(devices: list[dict]) -> Iterator[Check]:
-    """What GPUs with memory of their own hold together."""
+    """The total memory of several GPUs with memory of their own."""
     own = [device for device in devices if device["type"] == "discrete"]
     if len(own) > 1:
         names = ", ".join(str(device["index"]) for device in own)
@@ -55,14 +55,15 @@ def _device(device: dict) -> Iterator[Check]:
     what += f", profile {device['profile']} ({device['driver']}, Vulkan {device['api']})"
     yield "ok", f"target vulkan: device {device['index']}, {what}", ""
     base, _, changes = device["profile"].partition(":")
-    # The chips of these profiles have what is missing: it is the driver that does not show it.
+    # The chips of these profiles have what is missing, but the driver does not support it.
     if device["lacks"] and device["vendor"] in _UPDATES and (base == "generic" or "matrix=none" in changes):
         lacks = ", ".join(device["lacks"])
         yield "missing", f"{device['name']} would be faster with {lacks}", _UPDATES[device["vendor"]]
 
 
 def _advice(failure: dict, vendor: str, distribution: list[str]) -> str:
-    """What to do about a driver that does not start. vendor: of the GPU, where the manifest's name tells none."""
+    """What to do about a driver that fails to start. vendor: of the GPU; it is used if the manifest's name does not
+    tell the vendor."""
     if not failure["library"]:
         return "correct that file, or the variable that names it (VK_DRIVER_FILES, VK_ICD_FILENAMES)"
     vendor = next((name for name, its in _DRIVERS.items() if its.names(failure["manifest"])), vendor)
@@ -75,19 +76,19 @@ def _advice(failure: dict, vendor: str, distribution: list[str]) -> str:
 
 
 def _debian(library: str) -> str:
-    """Debian's policy: a library's package is named after its soname, libX11.so.6 -> libx11-6."""
+    """By Debian's policy a library's package is named after its soname: libX11.so.6 -> libx11-6."""
     name, _, version = library.lower().partition(".so.")
     return f"sudo apt install {name}{'-' if name[-1:].isdigit() else ''}{version}"
 
 
-# os-release's name of a distribution -> what installs a shared library by its name
+# name of a distribution in os-release -> command that installs a shared library by its name
 _LIBRARIES: dict[str, Callable[[str], str]] = {
     **dict.fromkeys(("debian", "ubuntu"), _debian),
     **dict.fromkeys(("fedora", "rhel"), lambda library: f"sudo dnf install '{library}()(64bit)'"),
     "suse": lambda library: f"sudo zypper install --capability '{library}()(64bit)'",
     "arch": lambda library: f"install the package that `pacman -F {library}` names",
 }
-# os-release's name of a distribution -> what installs Vulkan there
+# name of a distribution in os-release -> command that installs Vulkan
 _MESA = {
     **dict.fromkeys(("debian", "ubuntu"), "sudo apt install libvulkan1 mesa-vulkan-drivers"),
     **dict.fromkeys(("fedora", "rhel"), "sudo dnf install vulkan-loader mesa-vulkan-drivers"),
@@ -105,8 +106,8 @@ def _mesa(distribution: list[str]) -> str:
 
 @dataclass(frozen=True)
 class _Vendor:
-    """What there is to know of the drivers for a vendor's GPUs. words: the names of their manifests have one of them;
-    install(distribution): what installs one; broken: what to check where one is installed and does not start."""
+    """The drivers for a vendor's GPUs. words: each name of their manifests contains one of these.
+    install(distribution): how to install one. broken: what to check if an installed driver fails to start."""
 
     words: tuple[str, ...]
     install: Callable[[list[str]], str]
@@ -129,7 +130,7 @@ _DRIVERS = {
 }
 _DEBUG = "VK_LOADER_DEBUG=all vulkaninfo --summary shows more"
 _TYPES = {"discrete": "GPU", "integrated": "APU", "virtual": "virtual GPU", "cpu": "CPU"}
-# vendor's PCI id -> the driver that shows matrix units and subgroups
+# PCI id of a vendor -> the driver version that supports matrix units and subgroups
 _UPDATES = {
     "0x1002": "update Mesa: 23.3 or newer for RDNA3, a current one for RDNA4",
     "0x10de": "update NVIDIA's driver: 550 or newer",

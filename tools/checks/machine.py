@@ -1,5 +1,5 @@
-"""What this machine has: CPU, memory, GPUs with their clocks and firmware, compilers, packages. Facts only; `doctor`
-judges them."""
+"""Facts about this machine: CPU, memory, GPUs with their clocks and firmware, compilers, packages. `doctor` judges
+them."""
 
 import importlib.util
 import os
@@ -17,7 +17,7 @@ from mlc_amd.runtime.devices.vulkan import api, drivers, gpu
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags, kfd_gpus
 
-# Name in LLVM and in llama.cpp's words -> flag in /proc/cpuinfo: what the cpu kernels can make use of.
+# Instruction sets that the cpu kernels can use: name in LLVM's and llama.cpp's words -> flag in /proc/cpuinfo.
 _ISA_FLAGS = {
     "AVX2": "avx2",
     "FMA": "fma",
@@ -29,10 +29,10 @@ _ISA_FLAGS = {
     "AMX-INT8": "amx_int8",
 }
 CARDS, AMD = Path("/sys/class/drm"), "0x1002"
-# Of amdgpu, the clocks of the shaders and of the memory (the kernel's documentation: gpu/amdgpu/thermal).
+# amdgpu's clocks of shaders and memory (the kernel's documentation: gpu/amdgpu/thermal).
 CLOCKS = {"sclk": "pp_dpm_sclk", "mclk": "pp_dpm_mclk"}
 _VENDORS = {"0x1002": "AMD", "0x10de": "NVIDIA", "0x8086": "Intel", "0x1af4": "virtio"}
-# What Vulkan kernels make use of where a device has it, in the form of a profile's needs.
+# What Vulkan kernels use if a device has it, in the form of a profile's needs.
 _ALL = {
     "features": ["shaderFloat16", "shaderIntegerDotProduct", "subgroupSizeControl", "vulkanMemoryModel"],
     "fragments": [[16, 16, 16]],
@@ -43,13 +43,13 @@ _ALL = {
 
 
 def packages() -> list[dict[str, object]]:
-    """This package's requirements: name, wanted versions, found version (None: not installed), whether it satisfies.
-    None of them where this is not an installed package but a copy that only runs compiled models."""
+    """The requirements of this package: name, wanted versions, installed version (None: not installed), whether it
+    fits. Empty if this is no installed package but a copy that only runs compiled models."""
     try:
         wanted = metadata.requires("mlc-amd") or ()
     except metadata.PackageNotFoundError:
         return []
-    from packaging.requirements import Requirement  # which such a copy need not have
+    from packaging.requirements import Requirement  # such a copy may lack this package
 
     found = []
     for line in wanted:
@@ -79,7 +79,7 @@ def cpu() -> dict[str, object]:
 
 
 def _fields(path: str) -> dict[str, str]:
-    """ "key : value" lines of a /proc file, the first of each key; empty where there is no such file."""
+    """The "key : value" lines of a /proc file, the first line of each key. Empty if the file does not exist."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError:
@@ -95,8 +95,8 @@ def _kilobytes(text: str | None) -> int:
 
 
 def tvm() -> dict[str, object]:
-    """Imports TVM: version, LLVM's version, the CPU and GPU code generators in it, seconds. `error` instead when that
-    fails; nothing where TVM or the compiler is not installed."""
+    """Imports TVM. Returns its version, LLVM's version, its code generators for CPU and GPU, and the seconds; `error`
+    instead if this fails; nothing if TVM or the compiler is not installed."""
     if any(importlib.util.find_spec(name) is None for name in ("tvm", "mlc_amd.compiler")):
         return {}
     start = time.perf_counter()
@@ -111,21 +111,21 @@ def tvm() -> dict[str, object]:
             "amdgpu": "amdgcn" in names,
             "x86": "x86_64" in names,
         }
-    except Exception as error:  # a broken native library can fail in any way, and reporting that is the job
+    except Exception as error:  # a broken native library may raise anything; the purpose here is to report it
         return {"error": f"{type(error).__name__}: {error}"}
     return found | {"seconds": round(time.perf_counter() - start, 2)}
 
 
 def linkers() -> dict[str, str | None]:
-    """Programs that can link kernels, with their places; None: not here."""
+    """Programs that can link kernels, with their paths; None: not installed."""
     found = {name: shutil.which(name) for name in ("cc", "gcc", "clang", "ld.lld")}
     spec = importlib.util.find_spec("ziglang")
     return found | {"ziglang": str(Path(spec.origin).parent) if spec and spec.origin else None}
 
 
 def gpus() -> list[dict[str, object]]:
-    """The graphics cards that the kernel shows: vendor, PCI id, driver, render node and whether this user may open
-    it."""
+    """The graphics cards that the kernel reports: vendor, PCI id, driver, render node, and whether this user may open
+    the node."""
     found = []
     for card in _cards(CARDS):
         vendor = card / "device" / "vendor"
@@ -146,13 +146,13 @@ def gpus() -> list[dict[str, object]]:
 
 
 def _cards(root: Path) -> list[Path]:
-    """Without their connectors, as card0-DP-1."""
+    """The folders of cards, without those of their connectors such as card0-DP-1."""
     return [card for card in sorted(root.glob("card[0-9]*")) if "-" not in card.name]
 
 
 def amd_cards(root: Path = CARDS) -> list[dict]:
-    """What amdgpu tells of each card of AMD's: {"card", "id", "pci", "vbios", "clocks": {name: {"levels": [MHz], "now":
-    MHz or None}}, "level": of power management, "firmware": {name: version}}; what is not there is left out."""
+    """What amdgpu reports about each AMD card: {"card", "id", "pci", "vbios", "clocks": {name: {"levels": [MHz], "now":
+    MHz or None}}, "level": of power management, "firmware": {name: version}}. Missing values are left out."""
     found = []
     for card in _cards(root):
         device = card / "device"
@@ -176,12 +176,12 @@ def amd_cards(root: Path = CARDS) -> list[dict]:
 def _text(file: Path) -> str | None:
     try:
         return file.read_text().strip() or None
-    except OSError:  # not there, or not for this user
+    except OSError:  # it does not exist, or this user may not read it
         return None
 
 
 def _clock(text: str | None) -> dict:
-    """Of lines such as "1: 2124Mhz *", where the asterisk is at the current level."""
+    """The levels in lines such as "1: 2124Mhz *". The asterisk marks the current level."""
     levels, now = [], None
     for line in (text or "").splitlines():
         _, _, rest = line.partition(":")
@@ -194,13 +194,13 @@ def _clock(text: str | None) -> dict:
 
 
 def kfd() -> dict[str, bool]:
-    """AMD's compute device, which ROCm needs: present, and open to this user."""
+    """AMD's compute device, which ROCm needs: whether it exists, and whether this user may open it."""
     return {"present": Path("/dev/kfd").exists(), "usable": os.access("/dev/kfd", os.R_OK | os.W_OK)}
 
 
 def rocm() -> dict[str, object]:
-    """AMD's HIP runtime: the bindings' version, the runtime's, its GPUs, the chips that the kernel shows,
-    HSA_OVERRIDE_GFX_VERSION. `problem` is the line that says why nothing can run (None: it can)."""
+    """AMD's HIP runtime: the version of the bindings, that of the runtime, its GPUs, the chips that the kernel reports,
+    HSA_OVERRIDE_GFX_VERSION. `problem` says why kernels cannot run (None: they can)."""
     installed = next((d.version for d in metadata.distributions(name="rocm-bindings-hip")), None)
     found: dict[str, object] = {"bindings": installed, "runtime": None, "gpus": [], "chips": kfd_gpus()}
     found |= {"problem": None, "override": os.environ.get(diagnosis.OVERRIDE)}
@@ -218,9 +218,8 @@ def rocm() -> dict[str, object]:
 
 
 def rocm_linker() -> dict[str, str | None]:
-    """The linker for AMD code objects that a compile would take, and its place; `problem` instead, where there is
-    none."""
-    from mlc_amd.compiler.codegen.rocm import find_linker  # loads TVM
+    """The path of the linker for AMD code objects that the compiler would use; or `problem` if there is none."""
+    from mlc_amd.compiler.codegen.rocm import find_linker  # imports TVM
 
     try:
         return {"command": " ".join(find_linker()), "problem": None}
@@ -229,8 +228,8 @@ def rocm_linker() -> dict[str, str | None]:
 
 
 def distribution() -> list[str]:
-    """This Linux's name and those of its relatives, the nearest first, as in os-release: ["ubuntu", "debian"]; empty
-    where it has none."""
+    """The names of this Linux distribution and of the distributions that it is derived from, the nearest first, from
+    os-release: ["ubuntu", "debian"]. Empty if unknown."""
     try:
         found = platform.freedesktop_os_release()
     except OSError:
@@ -239,17 +238,17 @@ def distribution() -> list[str]:
 
 
 def vulkan() -> dict[str, object]:
-    """Vulkan: whether its loader is here, the installed drivers (their manifests), the devices with the profile to
-    compile for. A device's `lacks` are the things that some profile makes use of and it has not. `problem` is the line
-    that says why there is no device (None: there is one). `failed` are the drivers that do not start, of
-    drivers.Failure with the whole message as `text`: where Vulkan shows no GPU, otherwise they do not matter."""
+    """Vulkan: whether its loader is installed, the installed drivers (their manifests), the devices with the profile to
+    compile for. `lacks` of a device: what some profile uses, but the device does not have. `problem` says why there is
+    no device (None: there is one). `failed`: the drivers that fail to start, as drivers.Failure, with the whole message
+    as `text`; only listed if Vulkan shows no GPU, as they do not matter otherwise."""
     installed = [str(manifest) for manifest in drivers.manifests()]
     found = {"loader": False, "drivers": installed, "devices": [], "failed": [], "problem": None}
     try:
         api.open_loader()
         found["loader"] = True
         found["devices"] = [_vulkan_device(one) for one in gpu.list_gpus()]
-    except (UserError, api.VulkanError) as error:  # a driver without its hardware fails in its own ways
+    except (UserError, api.VulkanError) as error:  # a driver without its hardware may fail in any way
         found["problem"] = str(error)
     if all(device["type"] == "cpu" for device in found["devices"]):
         found["failed"] = [asdict(one) | {"text": str(one)} for one in drivers.failures()]

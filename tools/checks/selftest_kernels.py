@@ -1,10 +1,10 @@
-"""Every kernel of an artifact alone on this machine's device, against numpy (tools/reference): the first part of
-`mlc-amd selftest`.
+"""The first part of `mlc-amd selftest`: runs every kernel of an artifact alone on this machine's device, and compares
+the results with numpy (tools/reference).
 
-In: an artifact and the device that runs it. Out: for each kernel a dict, as dist/README.md lists them. Inputs are made
-as for tuning (runtime/measure/inputs.py), so neither weights nor a compiler are needed. Of large outputs some rows and
-some blocks of columns are compared, the first and the last among them. Sequences are as long as the context allows, but
-consist of few pages, again and again: so caches are small, however long the context.
+In: an artifact and the device that runs it. Out: a dict for each kernel, as dist/README.md specifies. Inputs are made
+as for tuning (runtime/measure/inputs.py), so neither weights nor a compiler is needed. For large outputs, some rows and
+some blocks of columns are compared, including the first and the last. Sequences have the full length of the context,
+but page tables repeat a few pages, so that caches are small even if the context is long.
 """
 
 import math
@@ -30,18 +30,19 @@ from mlc_amd.tools.reference.operators import has_reference, results, wanted_row
 from mlc_amd.tools.reference.plan import layout_of
 from mlc_amd.tools.terminal import terminal
 
-ROWS, BLOCKS = 8, 8  # at most, that are compared of an output
-TIMES = 3  # that a kernel runs in each state
-DEPTHS = (0, 70, 1000, 1 << 30)  # tokens in the cache where joins are tested; limited to the context
-FAILURES = (HipError, VulkanError, OutOfMemory, RuntimeError)  # of a device, while it runs a kernel
-# After these, a device runs nothing more in this process.
+ROWS, BLOCKS = 8, 8  # largest numbers of rows, and of blocks of columns, that are compared of an output
+TIMES = 3  # runs of a kernel in each state
+DEPTHS = (0, 70, 1000, 1 << 30)  # tokens in the cache for the tests of joins; limited to the context
+FAILURES = (HipError, VulkanError, OutOfMemory, RuntimeError)  # errors of a device while it runs a kernel
+# After these errors, the device cannot be used any more in this process.
 LOST = (DEVICE_LOST, "hipErrorLaunchFailure", "hipErrorLaunchTimeOut", "hipErrorIllegalAddress", "hipErrorIllegalState")
-PAGES = 16  # of a cache, at least; a chunk's own rows are in different ones
+PAGES = 16  # least number of pages of a cache; the rows of a chunk are in different pages
 NO_REFERENCE, NO_TIME, NO_DEVICE = "no reference", "not run (time)", "not run (device lost)"
 
 
 def candidate_of(artifact, entry: dict, arch: str) -> Candidate:
-    """A kernel as runtime/measure takes it. entry: of the manifest's `kernels`; arch: of the code that runs here."""
+    """A kernel in the form for runtime/measure. entry: of the manifest's `kernels`. arch: of the code that runs
+    here."""
     manifest, name = artifact.manifest, entry["name"]
     target = manifest["target"]
     if target["kind"] == "cpu":
@@ -58,7 +59,7 @@ def candidate_of(artifact, entry: dict, arch: str) -> Candidate:
 
 
 def _few_pages(entry: dict) -> list[dict]:
-    """A kernel's parameters with few pages in its caches, which page tables name again and again."""
+    """A kernel's parameters, with caches of few pages, which page tables repeat."""
     count = max(PAGES, entry["args"].get("m", 1) // PAGE + 2)
     count = min([count, *(param["shape"][0] for param in entry["params"] if param["role"] == "cache")])
     changes = {"cache": lambda param: {"shape": [count, *param["shape"][1:]]}, "pages": lambda param: {"pages": count}}
@@ -66,11 +67,11 @@ def _few_pages(entry: dict) -> list[dict]:
 
 
 def in_turn(kernels: list[dict]) -> list[dict]:
-    """The manifest's kernels so that most are checked in little time: first one of each operator, then the others;
-    small ones come first."""
+    """The manifest's kernels, in an order in which most are checked soon: first one kernel of each operator, then the
+    others; small kernels first."""
 
     def cost(entry: dict) -> int:
-        """Elements that a kernel's parameters have, in all of its states."""
+        """Number of elements of a kernel's parameters, in all of its states."""
         return sum(math.prod(param["shape"]) for param in _few_pages(entry)) * max(len(entry["states"]), 1)
 
     small = sorted(kernels, key=cost)
@@ -87,15 +88,16 @@ def check_all(
     budget: Budget | None = None,
     watch: Watch | None = None,
 ) -> Iterator[dict]:
-    """A result for each kernel, `in_turn`. device: as the backends take it; runs: of each kernel whose workgroups meet;
-    doing(name): called before each. When the budget is over, the rest gets NO_TIME, and fewer states count of the
-    kernel that is running; after a kernel that the device does not survive, NO_DEVICE."""
+    """A result for each kernel, in the order of `in_turn`. device: as for the backends. runs: number of runs of each
+    kernel whose workgroups synchronize. doing(name): called before each kernel. When the time is up, the kernel in
+    progress is checked in fewer states, and the remaining ones get NO_TIME. After a kernel that the device does not
+    survive, they get NO_DEVICE."""
     backend, layout, lost = None, layout_of(artifact), False
     budget, watch = budget or Budget(), watch or Watch("", terminal.Status(), None)
     try:
         for entry in in_turn(artifact.manifest["kernels"]):
             found = {"kernel": entry["name"], "operator": entry["operator"], "states": len(entry["states"])}
-            # a kernel alone has no parts of other GPUs: the logits show whether it is right
+            # a kernel alone has no parts of other GPUs; the comparison of logits covers these kernels
             unknown = not has_reference(entry["operator"]) or entry["operator"] in EXCHANGES
             if note := NO_REFERENCE if unknown else NO_DEVICE if lost else NO_TIME if budget.over else "":
                 states = found["states"] if unknown else 0
@@ -115,7 +117,7 @@ def check_all(
 
 
 class Check:
-    """The check of one kernel on a backend (runtime/measure/timing.py)."""
+    """Checks one kernel on a backend (runtime/measure/timing.py)."""
 
     def __init__(self, backend, candidate: Candidate, budget: Budget | None = None, watch: Watch | None = None):
         self.backend, self.candidate = backend, candidate
@@ -123,9 +125,9 @@ class Check:
         self.name = f"kernel {candidate.facts['steps'][0]['symbol']}"
 
     def result(self, layout: str, runs: int) -> dict:
-        """deviation: the largest difference as a share of what is allowed (None: not finite); problem: what is wrong,
-        or None; states: how many it ran in; joins: of kernels whose workgroups meet, see `_join`; lost: where the
-        device does nothing more."""
+        """The result of the check. deviation: the largest difference as a share of the tolerance (None: not finite).
+        problem: description of an error, or None. states: number of states in which it ran. joins: for kernels whose
+        workgroups synchronize, see `_join`. lost: whether the device can no longer be used."""
         candidate = self.candidate
         found: dict = {"deviation": None, "problem": None}
         try:
@@ -150,8 +152,8 @@ class Check:
         return found
 
     def _deviation(self, layout: str) -> tuple[float, str, int]:
-        """(the worst state's difference as a share of what is allowed, what is wrong, in how many states it ran). Each
-        state is run TIMES: a kernel with a race may be right once."""
+        """(the worst state's difference as a share of the tolerance, description of an error, number of states). It
+        runs TIMES in each state, because a kernel with a race may be right once."""
         facts = self.candidate.facts
         op, states = from_json(facts["workload"]), facts["states"]
         worst, wrong, done = 0.0, "", 0
@@ -171,11 +173,11 @@ class Check:
         return worst, wrong, done
 
     def _join(self, depth: int, runs: int) -> dict:
-        """Runs a kernel whose workgroups meet again and again, until the budget is over: the counters that they meet at
-        are set before the first run only. depth: tokens in the cache; failed: runs whose results are not bit for bit
-        the first one's, or that leave a counter other than zero. The last workgroup joins all parts in their order, so
-        results do not depend on who is last. Of a kernel for steps that have single rows and a chunk, the single rows
-        run: only their workgroups meet."""
+        """Repeats a kernel whose workgroups synchronize, until the time is up. Their counters are only set before the
+        first run. depth: tokens in the cache. failed: number of runs whose results are not bit for bit those of the
+        first run, or that leave a counter other than zero. The last workgroup joins all parts in a fixed order, so
+        results do not depend on which one is last. If the kernel has single rows and a chunk, only the single rows run,
+        as only their workgroups synchronize."""
         candidate, bench, backend = self.candidate, self.bench, self.backend
         m = from_json(candidate.facts["workload"]).m
         single = max((single for _, _, single, _ in candidate.facts["states"]), default=0)
@@ -199,7 +201,7 @@ class Check:
 
 
 def _some(items: np.ndarray, most: int) -> np.ndarray:
-    """The first and the last ones, and others at random."""
+    """The first and the last items, and random others."""
     if len(items) <= most:
         return items
     chosen = np.random.default_rng(0).choice(np.arange(1, len(items) - 1), most - 2, replace=False)
@@ -207,12 +209,12 @@ def _some(items: np.ndarray, most: int) -> np.ndarray:
 
 
 def _columns(n: int) -> np.ndarray:
-    """Whole blocks of columns."""
+    """The columns of some whole blocks."""
     columns = _some(np.arange(-(-n // BLOCK)), BLOCKS)[:, None] * BLOCK + np.arange(BLOCK)
     return columns[columns < n]
 
 
 def _bytes_of(param: Param, rows: int, m: int) -> int:
-    """Of the first rows of an output of m rows, and of those that are in a tile with them."""
-    tiles = param.shape[0]  # a row each, or several
+    """Bytes of the first rows of an output with m rows, including other rows in the same tile."""
+    tiles = param.shape[0]  # a tile is one row, or several
     return -(-rows * tiles // m) * (param.nbytes // tiles)

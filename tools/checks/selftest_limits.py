@@ -1,4 +1,4 @@
-"""How long `mlc-amd selftest` may take, and what ends it when a GPU hangs."""
+"""The time limit of `mlc-amd selftest`, and the end of the process when a GPU hangs."""
 
 import os
 import sys
@@ -9,18 +9,19 @@ from contextlib import contextmanager
 
 from mlc_amd.tools.terminal import terminal
 
-HANG = 60.0  # seconds without an answer: submissions to a GPU take half a second, drivers reset one after ten
+# seconds without an answer: submissions to a GPU take half a second; drivers reset a hanging GPU after ten seconds
+HANG = 60.0
 
 
 class Budget:
-    """Seconds from now on; 0: without a limit."""
+    """A number of seconds from now on; 0: no limit."""
 
     def __init__(self, seconds: float = 0):
         self._end = time.perf_counter() + seconds if seconds else float("inf")
 
     @property
     def left(self) -> float:
-        """Seconds; 0.0 when they are over."""
+        """The remaining seconds; 0.0 when the time is up."""
         return max(self._end - time.perf_counter(), 0.0)
 
     @property
@@ -29,17 +30,17 @@ class Budget:
 
 
 class Watch:
-    """Ends the process when a device does not answer. A call of a driver that hangs cannot be interrupted, nor can the
-    device be closed then, so the process ends at once, with a line on stderr and exit code 1. device: its name; status:
-    the line that is shown meanwhile; seconds: until a call counts as hanging, None: no call does (of kernels that run
-    on the CPU, however long they take)."""
+    """Ends the process if a device does not answer. A driver's call that hangs cannot be interrupted, and the device
+    cannot be closed then. So the process ends immediately, with a line on stderr and exit code 1. device: its name.
+    status: the status line. seconds: time after which a call counts as hanging; None: never (for kernels on the CPU,
+    which may take any time)."""
 
     def __init__(self, device: str, status: terminal.Status, seconds: float | None = HANG):
         self._device, self._status, self._seconds = device, status, seconds
 
     @contextmanager
     def over(self, what: str) -> Iterator[None]:
-        """Within the block the device works on `what`, such as a kernel's name."""
+        """Within the block, the device works on `what`, such as the name of a kernel."""
         if self._seconds is None:
             yield
             return
@@ -52,7 +53,8 @@ class Watch:
             timer.cancel()
 
     def calls(self, device, names: tuple[str, ...]) -> None:
-        """Watches these methods of a device, those that it has; their first argument, if any, is what it works on."""
+        """Watches calls of these methods of a device, if it has them. The first argument, if any, is what it works
+        on."""
 
         def watched(call: Callable) -> Callable:
             def run(*arguments, **options):

@@ -1,9 +1,9 @@
-"""A whole model on this machine's device: the second part of `mlc-amd selftest`.
+"""The second part of `mlc-amd selftest`: a whole model on this machine's device.
 
-In: an artifact and the device that it is loaded on. Out: whether replays of what was recorded or captured give what
-launches one by one do (`replays`), whether the model's logits are those of numpy (`logits`) and those of its own other
-functions (`agreement`), and the times of kernels (`times`). How much is replayed and timed depends on how fast the
-model runs here (`pace`), and on the time that there is.
+In: an artifact and the device on which it is loaded. Out: `replays`: whether replays of recorded or captured launches
+have the same results as single launches; `logits`: whether the model's logits agree with numpy's; `agreement`: whether
+they agree with those of the model's other functions; `times`: the times of kernels. How much is replayed and timed
+depends on the model's speed (`pace`), and on the remaining time.
 """
 
 import time
@@ -24,26 +24,27 @@ from mlc_amd.tools.checks.selftest_limits import Budget
 from mlc_amd.tools.measure import kernel_table
 from mlc_amd.tools.reference.plan import plan_of, without_reference
 
-DECODED = 4  # tokens, one by one
-PROMPT = 40  # tokens of a prefill step, at most
-AHEAD = 72  # tokens that are decoded by steps that begin ahead: into a second page
-FEW = 8  # tokens, and short sequences, of a step of a model that is slow here
-# Of logits: the root of the mean square of the differences, as a share of the same of the logits' distances from their
-# mean. Int8 activations that round to the other side are common after some layers and add up to 3 % in the bundled
-# model; a wrong kernel or launch list changes logits altogether.
-AHEAD_SHARE = 0.05  # of the seconds that are left, for these
+DECODED = 4  # tokens that are decoded one by one
+PROMPT = 40  # largest number of tokens of a prefill step
+AHEAD = 72  # tokens that are decoded by steps that start ahead; they reach the second page
+FEW = 8  # if the model is slow here: tokens, and short sequences, of a step
+# Tolerance of logits: the root mean square of the differences, relative to the standard deviation of the logits. After
+# several layers it is normal that some int8 activations round to the other side; this adds up to 3 % in the bundled
+# model. A wrong kernel or launch list changes logits completely.
+AHEAD_SHARE = 0.05  # share of the remaining seconds for steps that start ahead
 TOLERANCE = 0.1
-LARGEST = 64 << 20  # bytes of weights that numpy computes unasked: a billion operations or two
+LARGEST = 64 << 20  # bytes of weights for which numpy computes logits by default: one or two billion operations
 TIMED_DEPTH = 64  # tokens in the cache when kernels are timed
-TIMED, REPLAYED = 1 / 8, 1 / 3  # of the time that is left, that timing a function and that replays may take
+TIMED, REPLAYED = 1 / 8, 1 / 3  # shares of the remaining time: for timing one function, and for replays
 
-MEASURED = ("us", "gbps", "tops", "bound_us", "bound_by", "bound_share")  # as of kernel_table.measure
+MEASURED = ("us", "gbps", "tops", "bound_us", "bound_by", "bound_share")  # fields of kernel_table.measure
 
 ROUTERS = ("route", "norm_route")
 
 
 class Step(NamedTuple):
-    """What `write_step` takes. The long sequence is the chunk, or the first single row of a step without one."""
+    """The arguments of `write_step`. The long sequence is the chunk, or the first single row in a step without a
+    chunk."""
 
     function: str
     singles: list[SingleRow]
@@ -55,13 +56,13 @@ class Step(NamedTuple):
 
     @property
     def position(self) -> int:
-        """Of the long sequence."""
+        """The position of the long sequence."""
         return self.chunk[1] if self.chunk else self.singles[0][1]
 
 
 class Sequences:
-    """Sequences that share the pages of a device: short ones of up to a page in slots 0 .. short-1, and a long one in
-    the next slot, which has at least half of the pages."""
+    """Sequences that share the pages of a device. Short ones, of up to a page, are in slots 0 .. short-1. A long one is
+    in the next slot, and has at least half of the pages."""
 
     def __init__(self, device, manifest: dict):
         self.manifest = manifest
@@ -72,14 +73,14 @@ class Sequences:
         self.room = min(manifest["context"], (pages - self.short) * manifest["page"])  # for the long one
 
     def steps(self, most: int, short: int = SLOTS) -> list[Step]:
-        """Steps in which each function has its turn: chunks of at most `most` tokens, single tokens, mixtures with the
-        first `short` of the short sequences. Where a sequence is full, positions are written again."""
+        """Steps that use each function: chunks of at most `most` tokens, single tokens, and mixtures with the first
+        `short` short sequences. When a sequence is full, positions are written again."""
         random, vocab = np.random.default_rng(1), self.manifest["model"]["vocab"]
         functions = decoders(self.manifest)
         found, position, age = [], 0, 0
 
         def order(name: str) -> tuple[bool, int]:
-            """Last those that give the logits of all tokens of a chunk."""
+            """Sorts functions that compute the logits of all tokens of a chunk to the end."""
             function = functions[name]
             return function["logits"] > 1 and not function["single"], -function["rows"]
 
@@ -97,7 +98,7 @@ class Sequences:
         return found
 
     def run(self, device, sequence: list[Step], run: Callable[[str], None]) -> list[np.ndarray]:
-        """Logits of each step, from an empty cache. run: the device's `run` or `run_plain`."""
+        """The logits of each step, beginning with an empty cache. run: the device's `run` or `run_plain`."""
         device.clear()
         write_private_pages(device, self.manifest, self.short)
         found = []
@@ -109,7 +110,7 @@ class Sequences:
 
 
 def pace(engine) -> float:
-    """Seconds that a token of a prompt takes."""
+    """The seconds that a token of a prompt takes."""
     ids = np.zeros(min(PROMPT, engine.context), np.int64)
     engine.reset()
     start = time.perf_counter()
@@ -118,18 +119,18 @@ def pace(engine) -> float:
 
 
 def replays(device, artifact, rounds: int, token: float = 0, budget: Budget | None = None) -> dict:
-    """{"rounds", "functions", "wrong"}: functions whose replays differ, bit for bit, from launches one by one, in any
-    of the rounds of the same sequence of steps. token: seconds of one, as `pace` gives; steps are as large as the
-    budget allows, and there are as many of the `rounds`. Rows that are not in use hold what is left of other steps, and
-    they may decide with the others when attention rescales its sums, which changes how these round: the sequence runs
-    once before results count."""
+    """Compares replays with single launches. Returns {"rounds", "functions", "wrong"}: the functions whose replays
+    differ in any bit, in any round of the same sequence of steps. token: seconds of a token (`pace`). Steps are as
+    large, and `rounds` as many, as the time allows. Unused rows contain remains of other steps, and may influence when
+    attention rescales its sums, which changes rounding. So the sequence runs once before results count."""
     functions, budget = decoders(artifact.manifest), budget or Budget()
     sequences, share = Sequences(device, artifact.manifest), Budget(REPLAYED * budget.left)
     longest = max(function["rows"] for function in functions.values())
     sequence: list[Step] = []
     for most, short in ((longest, SLOTS), (PROMPT, SLOTS), (FEW, FEW)):
         sequence = sequences.steps(most, short)
-        if 3 * token * sum(step.rows for step in sequence) <= share.left:  # twice launch by launch, and a round
+        # two runs by single launches, and a round of replays
+        if 3 * token * sum(step.rows for step in sequence) <= share.left:
             break
     _, expected = (sequences.run(device, sequence, device.run_plain) for _ in range(2))
     wrong, done = set(), 0
@@ -142,9 +143,9 @@ def replays(device, artifact, rounds: int, token: float = 0, budget: Budget | No
 
 
 def logits(device, artifact, always: bool = False) -> dict:
-    """{"steps": [{"function", "position", "tokens", "deviation"}], "problem", "note"}: the model's logits against those
-    of numpy, as shares of what is allowed; `note` says why they were not compared. always: also those of a model so
-    large that numpy takes minutes."""
+    """Compares the model's logits with numpy's. Returns {"steps": [{"function", "position", "tokens", "deviation"}],
+    "problem", "note"}, with deviations as shares of the tolerance. note: why they were not compared. always: also for a
+    model so large that numpy takes minutes."""
     none = {"steps": [], "problem": None}
     if missing := without_reference(artifact):
         return none | {"note": f"no reference for {', '.join(missing[:3])}"}
@@ -170,9 +171,9 @@ def _mixture(manifest: dict) -> bool:
 
 
 def _wrong(told: list[dict], mixture: bool) -> list[str]:
-    """The functions with wrong logits. mixture: of experts, where rounding may change a token's choice of experts, and
-    so its logits: those of a function are wrong if they are in most of its steps, or if it has one step, in most
-    of all."""
+    """The functions with wrong logits. mixture: whether rounding may change a token's choice of experts, and thereby
+    its logits. Then a function counts as wrong if most of its steps are wrong; if it has only one step, if most steps
+    of all functions are."""
     deviations: dict[str, list[float]] = {}
     for step in told:
         deviation = np.inf if step["deviation"] is None else step["deviation"]
@@ -183,11 +184,11 @@ def _wrong(told: list[dict], mixture: bool) -> list[str]:
 
 
 def agreement(engine) -> dict:
-    """{"deviation", "problem", "note"}: the logits of the same tokens, computed by prefill and decode and by the
-    function that gives all: different kernels of one model. note: why a deviation says nothing. Random weights choose
-    experts with little difference between them, so that rounding changes the choice, layer after layer: on an H200, two
-    ways of decoding that differ in the last bits of activations gave logits 0.2 of their range apart (GLM 4.7 Flash).
-    """
+    """Compares the logits of the same tokens by prefill and decode, and by the function that returns all logits, which
+    have different kernels. Returns {"deviation", "problem", "note"}. note: why a deviation means nothing. With random
+    weights, experts are chosen by small differences, so rounding changes the choice in layer after layer: on an H200,
+    two ways of decoding that differ in the last bits of activations gave logits that differ by 0.2 of their range (GLM
+    4.7 Flash)."""
     manifest, count = engine.artifact.manifest, min(PROMPT, engine.context)
     ids = np.random.default_rng(2).integers(0, engine.vocab, count)
     engine.reset()
@@ -203,8 +204,8 @@ def agreement(engine) -> dict:
 
 
 def of_encoder(encoder: Encoder, rounds: int) -> dict[str, dict]:
-    """ "replays", "agreement" and the other parts of a whole model, of an encoder: replays of each function against its
-    launches one by one, and the functions against one another. Its vectors are not compared with numpy."""
+    """The parts "replays", "agreement" and the others, for an encoder: replays of each function are compared with
+    single launches, and functions with one another. Its vectors are not compared with numpy."""
     rng, smallest = np.random.default_rng(2), encoder.sizes[0][0]
     lengths = [n for n in (1, 7, PROMPT) if 2 * n <= min(smallest, encoder.context)]
     texts = [rng.integers(0, encoder.vocab, n, np.int32) for n in lengths]
@@ -228,11 +229,11 @@ def of_encoder(encoder: Encoder, rounds: int) -> dict[str, dict]:
 
 
 def ahead(engine, token: float = 0, budget: Budget | None = None) -> dict:
-    """{"steps", "problem"}: how many steps began before the one before them was done, none on devices without such, and
-    whether other tokens are chosen than by steps one by one. token: seconds of one; fewer steps where the budget wants
-    it."""
+    """Compares the tokens of steps that start ahead with those of steps one by one. Returns {"steps", "problem"}:
+    number of steps that started before the step before them had finished (0 if the device has no such steps). token:
+    seconds of a token; there are fewer steps if time is short."""
     engine.reset()
-    several = hasattr(engine.device, "stages")  # GPUs, which compute a step for each of two sequences instead
+    several = hasattr(engine.device, "stages")  # several GPUs instead compute steps of two sequences at the same time
     with engine.batch(2 if engine.kv_usage.pages > 3 and not several else 1) as batch:
         if not batch.can_start_ahead:
             return {"steps": 0, "problem": None}
@@ -244,13 +245,13 @@ def ahead(engine, token: float = 0, budget: Budget | None = None) -> dict:
             batch.truncate(0)
             batch.prefill(ids[:, :3])
             found.append(batch.decode(ids[:, 3].tolist(), steps, begins_ahead))
-    # Where runs one by one differ, it is rounding that decides.
+    # If steps one by one differ from one another, rounding is the cause.
     wrong = found[0] == found[2] != found[1]
     return {"steps": steps - 1, "problem": "steps that begin ahead choose other tokens" if wrong else None}
 
 
 def _apart(found: np.ndarray, expected: np.ndarray) -> float | None:
-    """How far logits [rows, vocab] are apart, as a share of TOLERANCE; None where they are not finite."""
+    """The difference of logits [rows, vocab] as a share of TOLERANCE; None if they are not finite."""
     if not np.isfinite(found).all():
         return None
     spread = float(np.sqrt(((expected - expected.mean(-1, keepdims=True)) ** 2).mean()))
@@ -258,9 +259,9 @@ def _apart(found: np.ndarray, expected: np.ndarray) -> float | None:
 
 
 def times(engine, limits: Limits, rounds: int, token: float = 0, budget: Budget | None = None) -> dict[str, dict]:
-    """By kernel, MEASURED of a call in the model, in the first of its functions that are timed; empty where the device
-    cannot time kernels. limits: of the device. token: seconds of one, as `pace` gives; a function that would take too
-    much of the budget is timed less often, or not."""
+    """The fields MEASURED of a call, by kernel, in the first timed function that has the kernel. Empty if the device
+    cannot time kernels. limits: of the device. token: seconds of a token (`pace`). A function that would take too much
+    of the time is timed less often, or not at all."""
     found: dict[str, dict] = {}
     functions, budget = decoders(engine.artifact.manifest), budget or Budget()
     for size in sorted({f["rows"] for f in functions.values() if f["logits"] == 1}):

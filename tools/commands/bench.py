@@ -1,10 +1,10 @@
-"""`mlc-amd bench`: prefill and decode speed, with llama-bench's meaning, column names and output formats.
+"""`mlc-amd bench`: prefill and decode speed, with the meaning, column names and output formats of llama-bench.
 
-A test is `pp<n>` (prefill n tokens), `tg<n>` (decode n tokens, one at a time), or either `@ d<k>`, with k tokens in the
-KV cache before it. Tokens are random and only the engine is timed: no tokenizer, no sampling. Each test has one warm-up
-run, then r measured runs. A GPU is kept busy briefly before that, to raise its clocks. Sensors of power
-(tools/measure/power.py) are read during the measured runs, and during more of them that are not timed if these are
-short.
+A test is `pp<n>` (prefill n tokens) or `tg<n>` (decode n tokens, one at a time); `@ d<k>` means that k tokens are in
+the KV cache before it. Tokens are random and only the engine is timed: no tokenizer, no sampling. Each test has one
+warm-up run, then r measured runs. Before that, a GPU is kept busy briefly to raise its clocks. Power sensors
+(tools/measure/power.py) are read during the measured runs. If these are short, they are also read during further runs,
+which are not timed.
 """
 
 import sys
@@ -37,9 +37,9 @@ from mlc_amd.tools.options import Defaults, Synthetic, Without
 from mlc_amd.tools.terminal import display
 
 SHORT = {"np": "n_seqs", "p": "n_prompt", "n": "n_gen", "d": "n_depth", "r": "repetitions", "o": "output"}
-_MIN_CONTEXT = 512  # tokens; the minimum to compile for
+_MIN_CONTEXT = 512  # tokens; the least context that is compiled for
 _NEEDED = Defaults(ctx="what the tests need", kv_memory="what the tests need")
-_MOST_SEQUENCES = 64  # of a step
+_MOST_SEQUENCES = 64  # limit of the sequences of a step
 
 
 def run(
@@ -134,7 +134,7 @@ def run(
 
 
 def _write_all(results: Iterable[dict], output: str, column: str) -> None:
-    """Those of a model, or a part of one, that makes no tokens; column: what it is measured by besides."""
+    """Writes the results of an encoder, which generates no tokens. column: what it is measured by in addition."""
     hidden = {*bench_formats.OF_TOKENS, *bench_formats.OF_OTHERS} - {column}
     begin, write, end = bench_formats.writer(output, hidden)
     sys.stdout.write(begin)
@@ -151,8 +151,8 @@ def plan_tests(
     n_seqs: Sequence[int] = (1,),
     speculate: Sequence[float] = (),
 ) -> list[Test]:
-    """The tests in llama-bench's order: for each depth the prefills, then the decodings by fewer and by more sequences,
-    each without guesses, then with them."""
+    """The tests in llama-bench's order: for each depth the prefill tests, then the decode tests by fewer and by more
+    sequences, each first without guesses and then with them."""
     tests, guesses = [], (None, *speculate)
     for depth in n_depth:
         tests += [Test(n, 0, depth) for n in n_prompt if n]
@@ -163,7 +163,8 @@ def plan_tests(
 
 
 def _cache_size(tests: Sequence[Test], memory: int | str | None) -> KvSize:
-    """The cache that the tests need, of the full length for one sequence; memory: the one that the user wants."""
+    """The size of the cache for the tests. A single sequence gets the full length. memory: the size that the user
+    gives."""
     sequences = max(test.n_seqs for test in tests)
     if memory:
         return replace(KvSize.of(memory=memory), sequences=sequences)
@@ -173,13 +174,14 @@ def _cache_size(tests: Sequence[Test], memory: int | str | None) -> KvSize:
 
 
 def _tokens(test: Test) -> int:
-    """Of the cache, for all of the test's sequences: whole pages, with room for guesses where they are several."""
+    """The tokens of the cache for all of the test's sequences: whole pages, and room for guesses if there are several
+    sequences."""
     more = 0 if test.n_seqs == 1 and test.right is None else MOST
     return test.n_seqs * -(-(test.context + more) // PAGE) * PAGE
 
 
 def _check_room(engine: Engine, tests: Sequence[Test], sized: bool) -> None:
-    """UserError for a test that the cache has no room for. sized: the user said how large it is."""
+    """Raises UserError if the cache has no room for a test. sized: whether the user gave its size."""
     for test in tests:
         if not engine.cache.holds(test.n_seqs, _tokens(test) // test.n_seqs):
             many = f" of {test.n_seqs} sequences" if test.n_seqs > 1 else ""
@@ -191,9 +193,10 @@ def _check_room(engine: Engine, tests: Sequence[Test], sized: bool) -> None:
 
 
 def _context(load: LoadOptions, synthetic: str | None, needed: int) -> int | None:
-    """The context to compile for; what is given for an artifact, which has one. A power of two, so that few different
-    copies of a model fill the cache, or the model's own when that is less. UserError where the tests need more than
-    that, or than the user gives: before anything is compiled."""
+    """The context to compile for. It is a power of two, so that the user's cache does not fill with copies of a model
+    for many different contexts; or the model's own context if this is smaller. An artifact has a context: returns the
+    option unchanged. Before anything is compiled, raises UserError if the tests need more than the model's context or
+    the user's option."""
     path, ctx = models.source_path(load.model, synthetic), load.ctx
     if path and models.is_artifact(path):
         return ctx
@@ -208,7 +211,7 @@ def _context(load: LoadOptions, synthetic: str | None, needed: int) -> int | Non
 
 
 def _per_kernel(engine, test: Test, result: dict) -> dict[str, object]:
-    """The kernels' times in one step of the test, at the depth where it begins."""
+    """The kernels' times in one step of the test, at the depth where the test begins."""
     fill(engine, test.n_depth)
     warm(engine)
     measured = result["machine_gbps"] and result["machine_gbps"] * 1e9
@@ -219,7 +222,7 @@ def _per_kernel(engine, test: Test, result: dict) -> dict[str, object]:
 def _result(
     engine, test: Test, repetitions: int, per_kernel: bool, sensors: Sequence[power.Sensor]
 ) -> dict[str, object]:
-    """One test's measurements, under llama-bench's field names where it has them."""
+    """The measurements of one test, with llama-bench's field names where it has such fields."""
     engine.reset()
     warm(engine)
     measured = bandwidth.of_device(engine.device) if test.n_gen or per_kernel else None
@@ -265,10 +268,11 @@ def _result(
     }
     if test.n_gen:
         depth = test.n_depth + (test.n_gen - 1) / 2
-        step = kernel_table.decode_bytes(engine.artifact, depth)  # of a row: the weights once, and its sequence's keys
+        # in a step, for one row: all weights once, and the keys and values of its sequence
+        step = kernel_table.decode_bytes(engine.artifact, depth)
         keys = step - kernel_table.decode_bytes(engine.artifact, 0)
         read = (step + keys * (test.n_seqs - 1)) * float(np.mean(rates)) / test.n_seqs / 1e9
-        host = float(np.mean([one.host for one in found])) / test.n_gen * 1e6  # of a step
+        host = float(np.mean([one.host for one in found])) / test.n_gen * 1e6  # per step
         result |= {"read_gbps": read, "host_us": host}
         for of, share in (("machine_gbps", "read_share"), ("peak_gbps", "peak_share")):
             result[share] = read / result[of] if result[of] else None
@@ -276,5 +280,5 @@ def _result(
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Standard deviation of a sample; 0 for a single value, as llama-bench."""
+    """The standard deviation of a sample; 0 for a single value, as in llama-bench."""
     return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0

@@ -1,4 +1,4 @@
-"""`mlc-amd cache`: the compiled models in the user's cache, what is kept of their KV caches, and their removal."""
+"""`mlc-amd cache`: lists and removes the compiled models in the user's cache, and what is kept of their KV caches."""
 
 import os
 import time
@@ -85,7 +85,7 @@ def _named(found: list[Entry], name: str | None, all: bool) -> list[Entry]:
 
 
 def _made_from(recipe: Recipe, name: str, file: Path | None) -> bool:
-    """Whether a model was compiled from that file, or the synthetic one of that name."""
+    """Whether a model was compiled from this file, or is the synthetic one with this name."""
     return recipe.title == name or (file is not None and recipe.path == os.path.abspath(file))
 
 
@@ -109,7 +109,7 @@ def _facts(entry: Entry) -> dict[str, object]:
 
 
 def _listing(found: list[Entry], whole: bool) -> str:
-    """whole: of all models, not only of some."""
+    """The text of `ls`. whole: whether `found` is all models."""
     place = model_cache.models_directory()
     if not whole and not found:
         return "no model is in use"
@@ -132,7 +132,7 @@ def _listing(found: list[Entry], whole: bool) -> str:
 
 
 def _pages() -> str:
-    """What is kept of KV caches: lines after those of the models."""
+    """What is kept of KV caches: lines that follow those of the models."""
     found = page_cache.stored()
     rows = "".join(
         f"\n  {cache.name or cache.folder.name} ({display.size(cache.nbytes)}, last used {_time(cache.used)})"
@@ -146,7 +146,7 @@ def _time(seconds: float) -> str:
 
 
 def _downloads() -> str:
-    """What the hub's cache has, compiled or not: lines after the others."""
+    """The models in the hub's cache, compiled or not: lines that follow the others."""
     found = hub.downloaded()
     rows = "".join(f"\n  {name} ({display.size(nbytes)})" for name, nbytes in found)
     return f"\ndownloaded, in {hub.cache()}:{rows}" if found else ""
@@ -156,7 +156,8 @@ def _downloads() -> str:
 
 
 def _remove(chosen: list[Entry], dry_run: bool, age: float | None = None) -> None:
-    """Says on stdout what is removed, on stderr what is in use. age: of KV caches, too."""
+    """Removes models. Writes what is removed to stdout, and what is in use to stderr. age: also removes KV caches that
+    were not used for so many seconds."""
     before, removed = _disk(), []
     for entry in chosen:
         if entry.in_use if dry_run else not model_cache.remove(entry):

@@ -32,7 +32,7 @@ def run(
     """
     text, wanted = texts.given(prompt, file), AnswerGrammar(grammar)
     pictures = texts.pictures(image)
-    # what is to be written of the cache is written at the end
+    # what is still to be written of the cache is written at the end
     with models.load_engine(load, sees=bool(pictures)) as engine:
         from mlc_amd.tools.terminal import session as sessions
 

@@ -1,4 +1,4 @@
-"""`mlc-amd compile`: a GGUF file in, an artifact's folder out."""
+"""`mlc-amd compile`: compiles a GGUF file to an artifact's folder."""
 
 import time
 
@@ -11,7 +11,7 @@ from mlc_amd.tools.options import KeptWeights, Synthetic
 from mlc_amd.tools.terminal import display
 
 SHORT = {"o": "output"}
-NOTES = 4  # of tuned records that were left aside, how many are told
+NOTES = 4  # limit of the unused tuned records that are reported
 
 
 def run(

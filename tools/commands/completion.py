@@ -1,4 +1,5 @@
-"""`mlc-amd completion`: a script that completes command lines in a shell, made from the commands' signatures."""
+"""`mlc-amd completion`: prints a script for a shell's completion of command lines, made from the commands'
+signatures."""
 
 import importlib
 import shlex
@@ -30,7 +31,7 @@ def run(shell: Literal["bash", "zsh", "fish"]) -> None:
 
 @dataclass(frozen=True)
 class _Verb:
-    """choices: values of its first argument, if these are known."""
+    """choices: the values of the verb's first argument, if they can be listed."""
 
     name: str
     summary: str
@@ -39,7 +40,7 @@ class _Verb:
 
 
 def _bash(verbs: list[_Verb]) -> list[str]:
-    # bash divides --flag=value at the "=", which is a word of its own then.
+    # bash divides --flag=value at the "=", which becomes a separate word.
     lines = [
         "_mlc_amd() {",
         "    local current=${COMP_WORDS[COMP_CWORD]} index=$((COMP_CWORD - 1)) verb=${COMP_WORDS[1]} words=",
@@ -71,7 +72,7 @@ def _bash(verbs: list[_Verb]) -> list[str]:
         "    fi",
         '    COMPREPLY=($(compgen -W "$words" -- "$current"))',
         "}",
-        "complete -o bashdefault -o default -F _mlc_amd mlc-amd",  # files where nothing else fits
+        "complete -o bashdefault -o default -F _mlc_amd mlc-amd",  # files, where nothing else fits
     ]
 
 
@@ -94,7 +95,7 @@ def _fish(verbs: list[_Verb]) -> list[str]:
 
 
 def _fish_flag(flag: str) -> tuple[str, str]:
-    """A flag for fish's `complete`, which tells long ones, letters, and words after a single dash apart."""
+    """A flag for fish's `complete`, which distinguishes long flags, letters, and words after a single dash."""
     return ("-l", flag[2:]) if flag.startswith("--") else ("-s" if len(flag) == 2 else "-o", flag[1:])
 
 

@@ -1,13 +1,13 @@
-"""`mlc-amd deploy`: an artifact in, a bundle out: a folder or .tar.zst that runs the model on a machine where nothing
-was installed.
+"""`mlc-amd deploy`: makes a bundle from an artifact. A bundle is a folder or .tar.zst that runs the model on a machine
+where nothing was installed.
 
-A bundle holds the artifact, the runtime's and the tools' sources, and the Python packages that they import, for every
-Python that the machine may have, or those that the user names. What it does not hold: TVM (of which target cpu needs
-the function interface, apache-tvm-ffi), the compiler. Its layout:
+A bundle has the artifact, the sources of the runtime and the tools, and the Python packages that they import, for every
+Python version that the machine may have, or for those that the user names. It has no TVM (for target cpu only its
+function interface, apache-tvm-ffi) and no compiler. Its layout:
 
     run.sh              finds a Python and runs `start.py`; README.md explains how to use it
-    start.py            the command line, with the bundle's own model as the default one
-    model/              the artifact, without what only a developer looks at
+    start.py            the command line, with the bundle's own model as the default model
+    model/              the artifact, without files that only developers need
     lib/                mlc_amd and the packages
     bundle.json         what it is for, the packages' versions, the digest of `lib`
 """
@@ -34,11 +34,11 @@ from mlc_amd.tools.options import KeptWeights
 from mlc_amd.tools.terminal import display, terminal
 
 SHORT = {"o": "output"}
-MARK = "bundle.json"  # a folder that has it is a bundle and may be replaced
+MARK = "bundle.json"  # a folder with this file is a bundle, and may be replaced
 SUFFIX = ".tar.zst"
 _LEFT_OUT = ("cache", "compile", "completion", "deploy", "inspect", "pull")
-# The sources of each package of ours that a bundle holds, and those that it does not: patterns below the package's
-# folder.
+# The sources of this project's packages that a bundle has, and those that it does not have: patterns relative to a
+# package's folder.
 SOURCES = {
     "runtime": (("**/*.py",), ()),
     "schedules": (("__init__.py", "formats.py", "operators/*.py"), ()),
@@ -55,7 +55,7 @@ SOURCES = {
     ),
 }
 TARGET_PACKAGES = {"vulkan": (), "rocm": ("rocm-bindings-hip", "rocm-bindings-core"), "cpu": ("apache-tvm-ffi",)}
-SEEING_PACKAGES = ("pillow",)  # of models with an image encoder
+SEEING_PACKAGES = ("pillow",)  # for models with an image encoder
 _OTHERS = {*SEEING_PACKAGES, *(name for some in TARGET_PACKAGES.values() for name in some)}
 PACKAGES = tuple(name for name in wheels.VENDORED if name not in _OTHERS)
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
@@ -63,8 +63,8 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 @dataclass(frozen=True)
 class Destination:
-    """A kind of machine that bundles are made for. kinds: targets that run there; archs: profiles, of which the
-    artifact must have one (empty: the device decides when it loads it); templates: files of dist/bundle."""
+    """A kind of machine for which bundles are made. kinds: targets that run there. archs: profiles, one of which the
+    artifact must have (empty: the device chooses one when it is opened). templates: files of dist/bundle."""
 
     title: str
     kinds: tuple[str, ...]
@@ -137,7 +137,8 @@ def _holds_weights(entry: Entry) -> bool:
 
 
 def pythons_of(text: str) -> tuple[str, ...]:
-    """The Pythons of a list such as "3.12,3.13". UserError for one that bundles cannot be made for."""
+    """The Python versions in a list such as "3.12,3.13". Raises UserError for versions for which bundles cannot be
+    made."""
     asked = [part.strip() for part in text.split(",")]
     if unknown := [name for name in asked if name not in PYTHONS]:
         raise UserError(f"--python {unknown[0]}: bundles can be made for {', '.join(PYTHONS)}")
@@ -148,13 +149,13 @@ _REFUSED = {
     "cpu": "does not use its GPU",
     "rocm": "needs ROCm, which that machine does not have",
 }
-# What bundles for a target need there.
+# What the machine must have for a target.
 _NEEDS = {"vulkan": "the driver of your GPU", "rocm": "AMD's HIP runtime", "cpu": "a CPU of the level {mcpu}"}
 _RANDOM = "\n**This bundle has no weights: they are random, and so is what the model says. It is for measurements.**\n"
 
 
 def check(model: Artifact, destination: Destination) -> None:
-    """UserError when a bundle of this artifact cannot run at the destination."""
+    """Raises UserError if a bundle of this artifact cannot run at the destination."""
     kind = model.manifest["target"]["kind"]
     again = f"compile it with {destination.advice}"
     if kind not in destination.kinds:
@@ -166,12 +167,12 @@ def check(model: Artifact, destination: Destination) -> None:
 
 
 def check_output(out: Path) -> None:
-    """UserError when `out` is taken by something that is no bundle, or is an archive of a kind that is not made."""
+    """Raises UserError if `out` exists and is no bundle, or is an archive of an unsupported kind."""
     if out.suffix in (".zip", ".gz", ".xz", ".tgz", ".tar", ".zst") and not out.name.endswith(SUFFIX):
         raise UserError(f"cannot make {out.name}: give -o a folder or a file that ends with {SUFFIX}")
     archived = out.name.endswith(SUFFIX)
     if archived:
-        archive.compressor()  # better now than after the downloads
+        archive.compressor()  # raises its error before the downloads
     other = out.is_dir() and any(out.iterdir()) and not (out / MARK).exists()
     if out.exists() and (out.is_dir() == archived or other):
         raise UserError(f"{out} exists and is not a bundle; choose another output with -o")
@@ -217,7 +218,7 @@ def contents(model: Artifact, destination: Destination, weightless: bool, python
 
 
 def _use(encoder: manifests.ManifestEncoder | None) -> str:
-    """What the command line does with a model first of all."""
+    """What the command line does with the model by default."""
     if encoder is None:
         return "`./run.sh` chats"
     verb = "rerank --query QUERY" if encoder["pooling"] == "rank" else "embed"
@@ -225,12 +226,13 @@ def _use(encoder: manifests.ManifestEncoder | None) -> str:
 
 
 def title(name: str) -> str:
-    """A model's name as a line of files that people read, in terminals too."""
+    """A model's name as a line of text for people, also in terminals."""
     return " ".join(terminal.clean(name).split())
 
 
 def _sources(names: tuple[str, ...]) -> dict[str, bytes]:
-    """Our own modules, and the record that tells `importlib.metadata` their version and what they need."""
+    """The modules of this project, and the metadata from which `importlib.metadata` reads their version and
+    requirements."""
     files = {"mlc_amd/__init__.py": Path(mlc_amd.__file__).read_bytes()}
     for package, (patterns, left_out) in SOURCES.items():
         root = Path(str(resources.files(f"mlc_amd.{package}")))
@@ -245,8 +247,7 @@ def _sources(names: tuple[str, ...]) -> dict[str, bytes]:
 
 
 def model_files(model: Artifact, weightless: bool) -> dict[str, bytes | Path]:
-    """The artifact's files without those that only a developer looks at; `weightless`: with the vectors as its only
-    weights."""
+    """The artifact's files, without those that only developers need. weightless: the only weights are the vectors."""
     manifest = model.manifest.copy()
     if weightless:
         manifest["weights"] = "random"
@@ -260,7 +261,7 @@ def model_files(model: Artifact, weightless: bool) -> dict[str, bytes | Path]:
 
 
 def _vectors(model: Artifact) -> tuple[bytes, manifests.FileFacts]:
-    """The weights file without the matrices, and what the manifest says of it."""
+    """The weights file without the matrices, and its entry for the manifest."""
     with temporary("deploy") as directory:
         place = directory / WEIGHTS
         held = Weights(model.path / WEIGHTS)

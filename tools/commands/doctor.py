@@ -1,7 +1,7 @@
 """`mlc-amd doctor`: what this machine can compile for and run on, and what to do about what is missing.
 
-It works without the compiler and TVM as well, where only compiled models are to run: then it says so and leaves out
-what concerns them.
+It also works without the compiler and TVM, on machines that only run compiled models. Then it reports this and leaves
+out what concerns them.
 """
 
 import platform
@@ -56,7 +56,7 @@ def run(*, json: Json = False) -> None:
 
 
 def judge(facts: dict[str, object]) -> list[Check]:
-    """What the facts mean. Those that could not be found out may be left out."""
+    """The checks that follow from the facts. Unknown facts may be left out."""
     return [check for fact, part in _PARTS.items() if fact in facts for check in part(facts)]
 
 
@@ -64,8 +64,7 @@ _MARKS = {"ok": "[ok]", "missing": "[--]", "problem": "[!!]"}
 
 
 def _try_cpu_target() -> str | None:
-    """Compiles a tiny model for this CPU, loads it and computes a token; None when all of that works, else what went
-    wrong."""
+    """Compiles a tiny model for this CPU, loads it and computes a token. Returns what went wrong, or None."""
     import numpy as np
 
     from mlc_amd.compiler.gguf.synthetic import synthetic
@@ -78,7 +77,7 @@ def _try_cpu_target() -> str | None:
         try:
             compile_model(synthetic("tiny:q4_0"), place, CompileOptions(target="cpu", ctx=64))
             finite = bool(np.isfinite(Engine.load(place).decode(1)).all())
-        except Exception as error:  # finding out what fails is the job
+        except Exception as error:  # the purpose is to report whatever fails
             return f"{type(error).__name__}: {error}"
     return None if finite else "a test model computed numbers that are not finite"
 
@@ -86,7 +85,7 @@ def _try_cpu_target() -> str | None:
 def _cache_facts() -> dict[str, object]:
     place = cache_directory()
     files = [file.stat() for file in place.rglob("*") if file.is_file()]
-    # models share weights by links to one file
+    # models share weights through links to one file
     return {"path": str(place), "bytes": sum({status.st_ino: status.st_size for status in files}.values())}
 
 
@@ -185,7 +184,7 @@ def _rocm(facts: dict) -> Iterator[Check]:
     rocm = facts["rocm"]
     if rocm["runtime"]:
         yield "ok", f"HIP runtime {rocm['runtime']} (rocm-bindings-hip {rocm['bindings']})", ""
-    if rocm["problem"]:  # a problem only where there is a GPU that could be used
+    if rocm["problem"]:  # only a problem if there is a GPU that could be used
         what, _, advice = rocm["problem"].partition("; ")
         yield "problem" if rocm["chips"] else "missing", f"target rocm cannot run here: {what}", advice
     for gpu in rocm["gpus"]:

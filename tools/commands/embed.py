@@ -1,4 +1,4 @@
-"""`mlc-amd embed`: vectors of texts, or what a model's image encoder makes of a picture."""
+"""`mlc-amd embed`: computes vectors of texts, or a picture's features by a model's image encoder."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from mlc_amd.tools.options import File, Without
 from mlc_amd.tools.terminal import display
 from mlc_amd.tools.terminal.texts import read_text
 
-# Options that are about a cache, or several GPUs
+# options about a cache, or several GPUs
 NOT_OF_ENCODERS = Without(
     "tuned",
     "kv_tokens",
@@ -82,7 +82,8 @@ def run(
 
 
 def read_texts(given: tuple[str, ...], file: str | None) -> list[str]:
-    """Those of the command line, and the lines of a file that are not empty. UsageError if there are none."""
+    """The texts of the command line, and the lines of a file that are not empty. Raises UsageError if there are
+    none."""
     texts = [*given, *(line for line in (read_text(file) if file is not None else "").splitlines() if line.strip())]
     if not texts:
         raise UsageError("give texts with --text, or a file with one a line with --file")
@@ -90,7 +91,7 @@ def read_texts(given: tuple[str, ...], file: str | None) -> list[str]:
 
 
 def write_lines(values, output: str | None) -> None:
-    """Lines of JSON, to a file or stdout."""
+    """Writes lines of JSON, to a file or stdout."""
     if output is None:
         for value in values:
             sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")

@@ -1,4 +1,4 @@
-"""`mlc-amd generate`: continues a text, as it is, without a chat template."""
+"""`mlc-amd generate`: continues a text without a chat template."""
 
 import sys
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""`mlc-amd inspect`: the contents of a GGUF file, an artifact or a GPU code object; needs no GPU."""
+"""`mlc-amd inspect`: shows the contents of a GGUF file, an artifact or a GPU code object. Needs no GPU."""
 
 import dataclasses
 import re
@@ -88,8 +88,8 @@ def _show(
     tensors: bool,
     n_cpu_moe: int,
 ) -> None:
-    """The rest are `run`'s. source: of an artifact in a temporary folder, what it was compiled from; without a path, a
-    synthetic model's spec."""
+    """Shows a file. source: if `path` is an artifact in a temporary folder, the file from which it was compiled; if
+    `path` is None, the spec of a synthetic model. The other arguments are those of `run`."""
     report: dict[str, Any]
     if path and models.is_artifact(path):
         from mlc_amd.runtime.artifact.artifact import Artifact
@@ -142,7 +142,7 @@ def _show(
 
 
 def _uncompiled(path: Path | None, synthetic: str | None, options: CompileOptions, n_cpu_moe: int) -> dict[str, object]:
-    """Of a GGUF file or a synthetic model."""
+    """The report of a GGUF file or a synthetic model."""
     from mlc_amd.compiler.gguf.reader import quantization
 
     try:
@@ -182,8 +182,8 @@ def _uncompiled(path: Path | None, synthetic: str | None, options: CompileOption
 
 
 def _stored(formats: Mapping[str, Any]) -> dict[str, dict]:
-    """A model's tensor types with the bits of a weight in the file and in memory (without the padding of rows to
-    multiples of 16), and whether the codes in memory are other ones than those of the file."""
+    """A model's tensor types, with the bits of a weight in the file and in memory (without the padding of rows to
+    multiples of 16), and whether memory has other codes than the file."""
     from mlc_amd.schedules.formats import lookup
 
     found = {}
@@ -238,8 +238,8 @@ def _artifact(artifact, n_cpu_moe: int) -> dict[str, object]:
 
 
 def per_layer(launches: list[dict], layers: int) -> float:
-    """Launches of one layer: those from layer 0's first weight to the last layer's first weight, over the layers
-    between. Layers without weights begin at 0."""
+    """The launches of one layer: the number of launches from layer 0's first weight to the last layer's first weight,
+    divided by the number of layers between. Layers without weights begin at 0."""
 
     def first(layer: int) -> int:
         names = ([str(arg[1]) for arg in launch["args"]] for launch in launches)
@@ -247,11 +247,11 @@ def per_layer(launches: list[dict], layers: int) -> float:
 
     if layers > 1:
         return round((first(layers - 1) - first(0)) / (layers - 1), 2)
-    # Nothing is between; what follows the first launch, without the last norm and the logits, is the layer.
+    # There is only one layer: it has the launches after the first one, except for the last norm and the logits.
     return float(len(launches) - first(0) - 2)
 
 
-# target -> what reads its GPU code; what of it cannot be told when something is missing
+# target -> function that reads its GPU code; what is unknown of it if something is missing
 _CODES = {"rocm": inspect_kernels.of_artifact, "vulkan": inspect_vulkan.of_artifact}
 _ABSENT = {inspect_kernels.GpuCode: "no instruction counts", inspect_vulkan.SpirvCode: "no registers and instructions"}
 
@@ -279,7 +279,7 @@ def _model(config: dict) -> str:
 
 
 def _unused(names: Sequence[str]) -> str:
-    """The tensors of the file that nothing reads: here as in llama.cpp they do not change results."""
+    """The tensors of the file that are not used. As in llama.cpp, they do not change results."""
     return ", ".join(dict.fromkeys(re.sub(r"^blk\.\d+\.", "blk.*.", name) for name in names))
 
 
@@ -290,7 +290,7 @@ def _vision(vision: dict) -> str:
 
 
 def _flat(nested: dict) -> dict[str, object]:
-    """{"mixer": {"heads": 4}} as {"mixer heads": 4}."""
+    """Flattens a nested dictionary: {"mixer": {"heads": 4}} becomes {"mixer heads": 4}."""
     flat = {}
     for key, value in nested.items():
         inner = {f"{key} {k}": v for k, v in _flat(value).items()} if isinstance(value, dict) else {key: value}
@@ -299,7 +299,8 @@ def _flat(nested: dict) -> dict[str, object]:
 
 
 def _by_layer(values: dict[int, object], layers: int) -> object:
-    """The value of all layers, or each value with the layers that have it; others have nothing of that name."""
+    """The value, if all layers have the same; otherwise each value with the layers that have it. Layers that are
+    missing have no such value."""
     found: dict[str, list[str]] = {}
     for i, value in values.items():
         found.setdefault(str(value), []).append(str(i))
@@ -339,7 +340,7 @@ def _kernels(kernels: list) -> str:
 
 
 def _tuned(origins: dict) -> str:
-    """Where a kernel's plan comes from, and what it is; of an artifact for several GPUs, for each."""
+    """The origin of a kernel's plan, and the plan; for an artifact for several GPUs, of each."""
     texts = {}
     for arch, origin in origins.items():
         numbers = " ".join(f"{name}={value}" for name, value in (origin["plan"] or {}).items())
@@ -350,7 +351,7 @@ def _tuned(origins: dict) -> str:
 
 
 def _plan(plan: dict) -> str:
-    function = "decode" if "decode" in plan else next(iter(plan))  # encoders have none for one token
+    function = "decode" if "decode" in plan else next(iter(plan))  # encoders have no function for one token
     what = "launch of one token" if function == "decode" else f"launch of {function}"
     rows = [(i, one["kernel"], " ".join(map(_argument, one["args"]))) for i, one in enumerate(plan[function])]
     return display.table(("", what, "arguments"), rows, right=(0,))
@@ -369,7 +370,7 @@ def _tensors(listing: list) -> str:
     return display.table(("tensor", "type", "shape", "size"), rows, right=(3,))
 
 
-# section -> how it is shown, in this order
+# section -> function that shows it, in this order
 _SECTIONS = {
     "file": _line("file"),
     "target": _target,

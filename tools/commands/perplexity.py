@@ -1,4 +1,4 @@
-"""`mlc-amd perplexity`: how well a model predicts a text."""
+"""`mlc-amd perplexity`: measures how well a model predicts a text."""
 
 import time
 import zipfile
@@ -83,9 +83,10 @@ def run(
     if logits is not None and kept is not None:
         with open(Path(logits).expanduser(), "wb") as file:
             np.savez(file, logits=kept, ids=sequence.astype(np.int32))
-    # The standard error of the mean, carried through the exponential, as llama-perplexity reports it.
+    # The standard error of the mean, propagated through the exponential, as in llama-perplexity.
     perplexity = float(np.exp(nll.mean()))
-    error = perplexity * float(nll.std(ddof=1)) / len(nll) ** 0.5 if len(nll) > 1 else None  # of one: not known
+    # unknown for a single value
+    error = perplexity * float(nll.std(ddof=1)) / len(nll) ** 0.5 if len(nll) > 1 else None
     if json:
         told = {"perplexity": perplexity, "error": error, "nll": float(nll.mean())}
         print(dumps(told | {"tokens": count, "seconds": round(seconds, 3)}))
@@ -95,8 +96,8 @@ def run(
 
 
 def _scores(engine: Engine, prompt: Prompt, count: int) -> Iterator[tuple[int, np.ndarray]]:
-    """(number of the first token, logits of it and of those after it), of the first `count` tokens; of rows of images
-    only those of the last."""
+    """For the first `count` tokens: (number of the first token of a part, logits of the part's tokens). Of the rows of
+    an image, only the last has logits."""
     first = 0
     while first < count:
         seen = prompt[first] < 0
@@ -110,7 +111,7 @@ def _scores(engine: Engine, prompt: Prompt, count: int) -> Iterator[tuple[int, n
 
 
 def _with_image(engine: Engine, ids: np.ndarray, picture: "Image") -> Prompt:
-    """The ids with the picture's marks and rows in the place of each -1."""
+    """The ids, with the marks and rows of the picture in the place of each -1."""
     from mlc_amd.runtime.images.projectors import Preparation  # it needs Pillow
 
     if "vision" not in engine.artifact.manifest:
@@ -123,14 +124,15 @@ def _with_image(engine: Engine, ids: np.ndarray, picture: "Image") -> Prompt:
 
 
 def negative_log_likelihoods(logits: np.ndarray, following: np.ndarray) -> np.ndarray:
-    """float64 [len(following)]: -log softmax(logits[i])[following[i]], in nats. logits: f32 [n, vocab], n >=
+    """-log softmax(logits[i])[following[i]] in nats, float64 [len(following)]. logits: float32 [n, vocab], n >=
     len(following)."""
     rows = logits[: len(following)]
     return log_sums(rows) - rows[np.arange(len(following)), following]
 
 
 def _count(available: int, wanted: int | None, context: int) -> int:
-    """How many tokens are used. UserError when that is impossible; says on stderr when the context cuts the text."""
+    """The number of tokens that are used. Raises UserError if it is too small or too large. Reports on stderr if the
+    context cuts the text off."""
     if wanted is not None and wanted > available:
         raise UserError(f"--tokens {wanted}: there are only {available} tokens")
     count = available if wanted is None else wanted
@@ -147,7 +149,7 @@ def _count(available: int, wanted: int | None, context: int) -> int:
 def _read_ids(path: Path) -> np.ndarray:
     """The array `ids` of an .npz file, int64 [n]."""
     if not zipfile.is_zipfile(path):
-        path.open("rb").close()  # OSError when that is the reason
+        path.open("rb").close()  # raises OSError, if the file cannot be read
         raise UserError(f"{path} is not an .npz file; write one with numpy.savez(file, ids=...)")
     try:
         with np.load(path, allow_pickle=False) as data:

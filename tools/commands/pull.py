@@ -1,4 +1,4 @@
-"""`mlc-amd pull`: a model of a hub in, its GGUF file in the hub's cache out."""
+"""`mlc-amd pull`: downloads a hub's model, and prints the path of its GGUF file in the hub's cache."""
 
 import re
 from typing import Annotated
@@ -45,10 +45,10 @@ def run(
     found = [one for one in available if name.quant is None or one.fits(name.quant)]
     rows = [(one.quant, display.size(one.size), one.count, one.title) for one in found]
     if not rows:
-        hub_files.choose(name, available)  # says what there is
+        hub_files.choose(name, available)  # the error lists what there is
     print(display.table(("quant", "size", "files", "name"), rows, right=(1, 2)), end="")
 
 
 def _of_ollama(text: str) -> bool:
-    """Whether it looks like a name of ollama's: llama3, llama3:8b."""
+    """Whether a text looks like a name in ollama: llama3, llama3:8b."""
     return re.fullmatch(r"[\w.-]+(:[\w.-]+)?", text) is not None and not text.endswith(".gguf")

@@ -1,4 +1,4 @@
-"""`mlc-amd rerank`: how well texts answer a query."""
+"""`mlc-amd rerank`: scores how well texts answer a query."""
 
 from typing import Annotated
 

@@ -1,7 +1,7 @@
-"""`mlc-amd selftest`: whether this machine's device computes what it should, and how fast: every kernel of a model, the
-launches of its functions, the whole model. Needs no compiler, so it runs in bundles, too.
+"""`mlc-amd selftest`: tests whether this machine's device computes correct results, and how fast: every kernel of a
+model, the launches of its functions, the whole model. Needs no compiler, so it also runs in bundles.
 
-The parts are selftest_kernels.py and selftest_model.py, their limits selftest_limits.py; dist/README.md describes the
+Its parts are selftest_kernels.py and selftest_model.py, with limits in selftest_limits.py. dist/README.md describes the
 file that -o writes.
 """
 
@@ -25,11 +25,12 @@ from mlc_amd.tools.options import Without
 from mlc_amd.tools.terminal import display, terminal
 
 SHORT = {"o": "output"}
-FORMAT = 1  # of the file
-# How often each function is replayed, and timed: by the type of device. Mesa's CPU driver needs seconds for a prompt.
+FORMAT = 1  # version of the file's format
+# How often each function is replayed, and how often it is timed, by the type of device. Mesa's CPU driver needs seconds
+# for a prompt.
 ROUNDS = {"cpu": (1, 1)}
 GPU_ROUNDS = (20, 7)
-_NOTES = {  # in the summary, after a number of kernels
+_NOTES = {  # texts in the summary that follow a number of kernels
     selftest_kernels.NO_REFERENCE: "without a reference",
     selftest_kernels.NO_TIME: "not run (time): more with --seconds",
     selftest_kernels.NO_DEVICE: "not run (device lost)",
@@ -78,7 +79,7 @@ def run(
 
 
 def measure(engine: Engine | Encoder, runs: int, whole_model: bool, seconds: float) -> dict:
-    """Everything that the file holds. Closes the engine. Of several GPUs the first runs the kernels alone."""
+    """The content of the file. Closes the engine. With several GPUs, the first one runs the kernels alone."""
     artifact, used, budget = engine.artifact, engine.device, Budget(seconds)
     facts = about_device(used)
     replayed, timed = ROUNDS.get(facts["type"], GPU_ROUNDS)
@@ -92,17 +93,17 @@ def measure(engine: Engine | Encoder, runs: int, whole_model: bool, seconds: flo
         found = selftest_model.of_encoder(engine, replayed)
     else:
         found = {"agreement": selftest_model.agreement(engine)}
-        token = selftest_model.pace(engine)  # now that the weights are in memory
+        token = selftest_model.pace(engine)  # the weights are in memory now
         found |= {
             "ahead": selftest_model.ahead(engine, token, budget),
-            # drivers may have work with what runs first
+            # first, because drivers may have additional work for what runs first
             "times": selftest_model.times(engine, limits, timed, token, budget),
-            # From here on, the device's pages are no longer the engine's.
+            # From here on, the device's pages do not belong to the engine any more.
             "replays": selftest_model.replays(used, artifact, replayed, token, budget),
             "logits": selftest_model.logits(used, artifact, whole_model),
         }
     where = bounds.code_arch(used, artifact.manifest)
-    engine.close()  # its memory is for the kernels now
+    engine.close()  # the kernels need its memory
     asked = str(facts["threads" if used.kind == "cpu" else "index"])
     count, kernels = len(artifact.manifest["kernels"]), []
 
@@ -143,7 +144,7 @@ def measure(engine: Engine | Encoder, runs: int, whole_model: bool, seconds: flo
 
 
 def _nothing_compared(kernels: list[dict], seconds: float) -> list[str]:
-    """A line if no kernel was compared with anything: that is no success."""
+    """A line if no kernel was compared: that must not count as success."""
     notes = {kernel.get("note") for kernel in kernels}
     if selftest_kernels.NO_TIME in notes and None not in notes:
         return [f"no kernel was compared in the time of --seconds {seconds:g}: allow more, or 0 for no limit"]
@@ -151,7 +152,7 @@ def _nothing_compared(kernels: list[dict], seconds: float) -> list[str]:
 
 
 def about_device(device) -> dict:
-    """The device that was used: name, kind, type, and what drives it."""
+    """The device that was used: name, kind, type, and its driver."""
     if hasattr(device, "stages"):  # several GPUs
         stages = [about_device(one) for one in device.stages]
         return stages[0] | {"name": device.name, "stages": stages}
@@ -189,7 +190,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def text(found: dict) -> str:
-    """The findings as tables."""
+    """The results as tables."""
     header = ("kernel", "result", "deviation", "runs", "us", "GB/s", "TFLOP/s", "of bound")
     forms = {"us": ".1f", "gbps": ".1f", "tops": ".3f", "bound_share": ".0%"}
     rows = []
@@ -204,7 +205,7 @@ def text(found: dict) -> str:
 
 
 def _checks(found: dict) -> list[tuple[str, str]]:
-    """What the rest of the findings says, one line each."""
+    """A line for each of the other results: (label, text)."""
     replays, logits, agreement, ahead = (found[name] for name in ("replays", "logits", "agreement", "ahead"))
     good = sum(not kernel["problem"] and not kernel.get("note") for kernel in found["kernels"])
     notes = Counter(kernel["note"] for kernel in found["kernels"] if kernel.get("note"))

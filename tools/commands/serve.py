@@ -1,4 +1,4 @@
-"""`mlc-amd serve`: models over HTTP."""
+"""`mlc-amd serve`: serves models over HTTP."""
 
 import errno
 import os
@@ -69,7 +69,7 @@ def run(
         return
     try:
         from mlc_amd.tools.server import ray_cluster
-    except ImportError as error:  # ray without its extra `serve`
+    except ImportError as error:  # ray is installed, but not the extra `serve`
         raise extras.absence("ray") from error
     models_there = {name: replace(load, model=one) for name, one in _absolute(sources).items()}
     ray_cluster.run(ray_cluster.Deployment(models_there, options))
@@ -78,7 +78,7 @@ def run(
 def _serve_here(
     loaders: Mapping[str, Callable[[], "Engine | Encoder"]], options: ServeOptions, listener: socket.socket
 ) -> None:
-    """Serves in this process until a signal has stopped it."""
+    """Serves in this process until a signal stops it."""
     from mlc_amd.tools.server.app import make_app
     from mlc_amd.tools.server.library import Library
     from mlc_amd.tools.server.lifecycle import allow_connections, make_server
@@ -99,23 +99,23 @@ def _serve_here(
             Path(options.uds).unlink(missing_ok=True)
     if server.failure:
         raise server.failure
-    if service.loading:  # a signal came first: the thread that loads cannot be interrupted
+    if service.loading:  # a signal came first; the loading thread cannot be interrupted
         display.message("stopped while loading")
         sys.stderr.flush()
         os._exit(0)
 
 
 def _absolute(sources: Mapping[str, str | None]) -> dict[str, str | None]:
-    """What models of this machine are called in other folders, and where $MLC_AMD_MODEL is not set."""
+    """The names of models on this machine in a form that is valid in other folders, and without $MLC_AMD_MODEL."""
     given = {name: source or os.environ.get("MLC_AMD_MODEL") for name, source in sources.items()}
     paths = {name: Path(source).expanduser() for name, source in given.items() if source}
     return given | {name: str(path.resolve()) for name, path in paths.items() if path.exists()}
 
 
 def named(given: tuple[str, ...], alias: str | None = None) -> dict[str, str | None]:
-    """The models by the names that clients use, each with what `models.load_any` takes: of paths the file's or the
-    folder's name is the name, of a hub's model what the user wrote. NAME=MODEL, or the alias of the only
-    one, names it otherwise."""
+    """The models by the names that clients use, each with the argument of `models.load_any`. By default, a path's name
+    is that of its file or folder, and a hub's model has the name that the user typed. NAME=MODEL, or the alias of a
+    single model, changes it."""
     if alias is not None and (len(given) > 1 or not alias.strip()):
         raise UsageError("--alias is a name for one model: name each of several with NAME=MODEL")
     found: dict[str, str | None] = {}
@@ -134,7 +134,7 @@ def named(given: tuple[str, ...], alias: str | None = None) -> dict[str, str | N
 
 
 def read_keys(given: tuple[str, ...], file: str | None) -> tuple[str, ...]:
-    """The API keys of the command line, of a file and of the environment. UsageError for an empty one."""
+    """The API keys from the command line, a file and the environment. Raises UsageError for an empty key."""
     keys = list(given)
     if any(not key.strip() for key in keys):
         raise UsageError("--api-key is empty")
@@ -150,24 +150,24 @@ def read_keys(given: tuple[str, ...], file: str | None) -> tuple[str, ...]:
 
 
 def listen(host: str, port: int, uds: str | None) -> socket.socket:
-    """A socket that is bound, before a model takes its time to load. UserError if it cannot be."""
+    """A bound socket. It is made before a model is loaded, which takes time. Raises UserError if it cannot be bound."""
     try:
         if uds is not None:
             return _listen_locally(Path(uds))
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, where = found[0]
-        # With the protocol: asyncio switches Nagle's algorithm off where it is known to be TCP. It would hold answers
-        # back for 40 ms, until the client's delayed acknowledgement.
+        # The protocol must be given: asyncio only switches Nagle's algorithm off for a socket that is known to be TCP.
+        # The algorithm would hold answers back for 40 ms, until the client's delayed acknowledgement.
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)
         return listener
-    except (OSError, UnicodeError) as error:  # UnicodeError: no host can have that name
+    except (OSError, UnicodeError) as error:  # UnicodeError: no host can have this name
         raise UserError(f"cannot listen on {uds or f'{host} port {port}'}: {_advice(error, host, uds)}") from error
 
 
 def _advice(error: OSError | UnicodeError, host: str, uds: str | None) -> str:
-    """What is wrong with a place to listen on, and which option changes that."""
+    """What is wrong with the address or path, and which option changes it."""
     if uds is not None:
         return f"{getattr(error, 'strerror', None) or error}; choose another file with --uds"
     if isinstance(error, socket.gaierror | UnicodeError) or error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
@@ -177,7 +177,7 @@ def _advice(error: OSError | UnicodeError, host: str, uds: str | None) -> str:
 
 
 def _listen_locally(path: Path) -> socket.socket:
-    """A Unix domain socket that only this user can connect to. A socket that a dead server has left is replaced."""
+    """A Unix domain socket to which only this user can connect. Replaces a socket that an ended server has left."""
     listener = socket.socket(socket.AF_UNIX)
     if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
         with socket.socket(socket.AF_UNIX) as probe:

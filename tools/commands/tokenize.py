@@ -1,4 +1,4 @@
-"""`mlc-amd tokenize`: how a model's tokenizer splits a text."""
+"""`mlc-amd tokenize`: shows how a model's tokenizer splits a text."""
 
 from json import dumps
 from pathlib import Path
@@ -53,7 +53,7 @@ def run(
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of an artifact, or of a GGUF file by the compiler's conversion."""
+    """The tokenizer of an artifact; or of a GGUF file, through the compiler's conversion."""
     if models.is_artifact(path):
         return Tokenizer.load(path)
     models.check_compiler(path)

@@ -1,8 +1,8 @@
-"""`mlc-amd tune`: searches for the best plan of every kernel that a model needs on one GPU or CPU, and keeps what it
-finds.
+"""`mlc-amd tune`: searches for the best plan of every kernel that a model needs on one GPU or CPU, and stores the
+results.
 
-Results are in the user's cache (compiler/tuning/database.py), where `mlc-amd compile` looks. A run may be stopped at
-any time; the next one resumes, and measures nothing twice.
+Results are in the user's cache (compiler/tuning/database.py), where `mlc-amd compile` finds them. A run may be stopped
+at any time. The next one continues, and measures nothing twice.
 """
 
 import re
@@ -31,8 +31,8 @@ from mlc_amd.tools.terminal import display
 
 SHORT = {"o": "output"}
 BUDGET = "10m"
-KIT_SIZE = 64  # candidates of a kit
-LEFT_OUT = {  # of a kit's candidates, by the names of `kit.feed`
+KIT_SIZE = 64  # candidates in a kit
+LEFT_OUT = {  # names of `kit.feed` for what was left out of a kit -> text
     "known": "were known",
     "stale": "are no plans any more",
     "missing": "are missing: run it again over there to continue",
@@ -89,7 +89,7 @@ def run(
             checkout; records there that are no longer of use are removed.
     """
     seconds = time_limit(budget, trials)
-    if not seed or seed < 1:  # None is a new one each time, of other commands
+    if not seed or seed < 1:  # None would mean a new seed each time, as in other commands
         raise UsageError("--seed of tune must be at least 1: the same one tries the same plans")
     if output and not report:
         why = "results of tuning need none: `mlc-amd compile` finds them"
@@ -99,10 +99,10 @@ def run(
     if runner == "rpc" and not tracker and not (list or report or export_kit or import_kit):
         raise UsageError("--runner rpc needs --tracker HOST:PORT, where `mlc-amd tune-server` has announced machines")
     kit, plot = (Path(path).expanduser() if path else None for path in (export_kit, output))
-    if kit or not (list or report or import_kit):  # what searches
+    if kit or not (list or report or import_kit):  # these search
         extras.require("xgboost")
     if plot:
-        from mlc_amd.tools.measure import tune_report  # loads TVM
+        from mlc_amd.tools.measure import tune_report  # imports TVM
 
         tune_report.check_output(plot)
     if import_kit:
@@ -134,8 +134,8 @@ def run(
 
 
 def time_limit(budget: str | None, trials: int | None) -> float | None:
-    """Seconds after which to stop, None: when `trials` are done. UserError for a budget that is no time, or nothing to
-    do."""
+    """The seconds after which to stop; None: when `trials` are done. Raises UserError for a budget that is no time, or
+    if nothing would be done."""
     if trials and budget is None:
         return None
     text = budget or BUDGET
@@ -157,8 +157,8 @@ class PlanLine(TypedDict):
 
 @dataclass
 class Subject:
-    """What is tuned: a model's tasks on one arch. name: the model's; kind: the target's; tasks: all of them, also
-    without choices; threads: how many of a CPU's are used, None for a GPU; first: of a session."""
+    """What is tuned: a model's tasks on one arch. name: of the model. kind: of the target. tasks: all tasks, including
+    those without choices. threads: number of a CPU's threads, None for a GPU. first: for a session."""
 
     name: str
     kind: str
@@ -177,8 +177,8 @@ class Subject:
         encoder: str | None = None,
         gpus: int = 1,
     ) -> "Subject":
-        """encoder: the file of the model's image encoder; gpus: that share it by tensor. UserError for what is not
-        known, or more than one arch."""
+        """encoder: the file of the model's image encoder. gpus: number of GPUs that share the model by tensor. Raises
+        UserError for an unknown arch, or for several."""
         path = models.source_path(model, synthetic)
         if path and models.is_artifact(path):
             raise UserError(f"{path} is a folder: give the GGUF file that it was made from")
@@ -198,19 +198,19 @@ class Subject:
 
     @property
     def shape(self) -> str:
-        """For people."""
+        """A description for people."""
         return f"{self.name} on {self.kind} {self.arch.name}"
 
     @cached_property
     def rates(self) -> tuple[float, float, float]:
-        """Of `rooflines.rates`. A CPU's bandwidth is measured, if the code can run here."""
+        """The result of `rooflines.rates`. A CPU's bandwidth is measured, if this machine can run its code."""
         from mlc_amd.compiler.tuning.rooflines import rates
 
         return rates(self.arch, self.threads, bandwidth.measure(self.threads) if self.here else 0.0)
 
     @property
     def here(self) -> bool:
-        """Whether it is a CPU like this one."""
+        """Whether the arch is a CPU like this machine's."""
         return self.kind == "cpu" and cpu_flags().issuperset(self.arch.flags)
 
     @contextmanager
@@ -229,7 +229,7 @@ class Subject:
                 raise UserError(f"--plans: {error}") from error
 
     def rows(self, bounds: dict[str, float] | None = None) -> list:
-        """Of `summary.rows`."""
+        """The result of `summary.rows`."""
         from mlc_amd.compiler.tuning.rooflines import GUESS, roofline
         from mlc_amd.compiler.tuning.summary import rows
 
@@ -237,8 +237,8 @@ class Subject:
         return rows(self.tasks, self.arch, roofline(*self.rates), guess, bounds)
 
     def bounds(self) -> dict[str, float]:
-        """Measured lower bounds, see `rooflines.measure`, of the tasks with measurements, if it is a CPU like this one;
-        about a second a kernel."""
+        """The measured lower bounds (`rooflines.measure`) of tasks with measurements, if the arch is a CPU like this
+        machine's. Takes about a second for each kernel."""
         from mlc_amd.compiler.tuning import rooflines, summary
 
         if not self.here:
@@ -304,7 +304,7 @@ def _tune(subject: Subject, make: Callable, seconds: float | None, trials: int |
 
 
 def _unverified(session) -> str:
-    """ ", 3 could not be verified (why)": the most frequent reason. Empty where all could be."""
+    """ ", 3 could not be verified (why)", with the most frequent reason; empty if all were verified."""
     if not session.unverified:
         return ""
     (why, _), *others = Counter(session.unverified.values()).most_common()
@@ -316,7 +316,7 @@ def _unverified(session) -> str:
 
 
 def _import_kit(folder: Path, onward: Path | None, count: int, seed: int) -> Subject:
-    """Takes a kit's measurements; writes the next round into `onward`."""
+    """Reads a kit's measurements. Writes the next round into `onward`."""
     from mlc_amd.compiler.codegen.target import make_target
     from mlc_amd.compiler.tuning import kit as kits
     from mlc_amd.compiler.tuning.summary import gain
@@ -353,11 +353,12 @@ def _export_kit(subject: Subject, session, folder: Path, count: int) -> None:
     )
 
 
-# ---- plans from elsewhere, and for others
+# ---- plans from files, and records for other users
 
 
 def _plans(path: Path) -> dict[str, list[dict]]:
-    """By a workload's key, the plans of a file's lines. UserError for a file that has others."""
+    """The plans in the lines of a file, by the key of their workload. Raises UserError, with the number of the
+    line, for an invalid line."""
     from mlc_amd.schedules.operators import from_json
 
     found: dict[str, list[dict]] = {}

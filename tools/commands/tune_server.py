@@ -1,5 +1,5 @@
-"""`mlc-amd tune-server`: lends this machine's device to tuning runs elsewhere, or keeps the list of the machines that
-do."""
+"""`mlc-amd tune-server`: lets tuning runs on other machines use this machine's device; or keeps the list of such
+machines."""
 
 from typing import Annotated
 
@@ -42,7 +42,7 @@ def run(
         )
     if tracker and not key:
         raise UsageError("--key KEY is missing: what tuning runs ask the tracker for, as gfx1100")
-    from mlc_amd.compiler.tuning import rpc_server  # loads TVM
+    from mlc_amd.compiler.tuning import rpc_server  # imports TVM
 
     if tracker_only:
         rpc_server.track(rpc_server.address(tracker_only), display.message)

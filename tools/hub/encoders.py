@@ -1,7 +1,7 @@
-"""Which image encoder (mmproj file) goes with a GGUF file.
+"""Finds the image encoder (mmproj file) for a GGUF file.
 
-In: the model's file and the caller's options. Out: the encoder's file, or None. One that is found in the model's folder
-is taken if it fits the model and can be compiled; else a message says why the model goes without.
+In: the model's file and the caller's options. Out: the encoder's file, or None. An encoder in the model's folder is
+used if it fits the model and can be compiled. Otherwise a message says why the model has none.
 """
 
 import os
@@ -13,14 +13,14 @@ from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.tools.terminal import display
 
-WORD = "mmproj"  # in the file's name, as converters write it
-SNAPSHOTS = "snapshots"  # a folder of the hub's cache, with a folder for each state of a repository
-_TYPES = ("f16", "bf16", "q8_0", "f32")  # of several files that of the first type is taken
+WORD = "mmproj"  # part of the file's name that converters write
+SNAPSHOTS = "snapshots"  # folder of the hub's cache, with a folder for each commit of a repository
+_TYPES = ("f16", "bf16", "q8_0", "f32")  # of several files, the one with the first of these types is used
 _TYPE = re.compile(rf"(?<![a-z0-9])({'|'.join(_TYPES)})\.gguf$")
 
 
 def preferred(names: Iterable[str]) -> list[str]:
-    """The encoders among files, the first one the one to take."""
+    """The encoders among these file names, the preferred one first."""
 
     def order(name: str) -> tuple[int, str]:
         found = _TYPE.search(name.lower())
@@ -32,8 +32,8 @@ def preferred(names: Iterable[str]) -> list[str]:
 
 
 def choose(model: Path | None, options: CompileOptions) -> str | None:
-    """The path of the encoder for a GGUF file, or for a synthetic model (None). UserError for one that the caller names
-    and that is not there."""
+    """The path of the encoder for a GGUF file, or for a synthetic model (model is None). Raises UserError if the caller
+    names a file that does not exist."""
     if options.no_mmproj:
         if options.mmproj is not None:
             raise UsageError("give --mmproj FILE or --no-mmproj, not both")
@@ -47,11 +47,11 @@ def choose(model: Path | None, options: CompileOptions) -> str | None:
 
 
 def _beside(model: Path) -> str | None:
-    """The encoder in a model's folder that is the model's own: of several with other models those are candidates whose
-    name begins as the model's does."""
+    """The encoder in the model's folder that belongs to the model. If the folder has several models, its name must
+    begin like the model's."""
     folder = model.parent
     if folder.parent.parent.name == SNAPSHOTS and not preferred(path.name for path in folder.iterdir()):
-        folder = folder.parent  # of a repository, whose models have folders of their own
+        folder = folder.parent  # a folder of a repository, in which models have folders of their own
     names = preferred(path.name for path in folder.iterdir()) if folder.is_dir() else []
     own = [name for name in names if _stem(name) and model.name.lower().startswith(_stem(name))]
     for name in own or [name for name in names if not _stem(name)]:
@@ -67,6 +67,7 @@ def _beside(model: Path) -> str | None:
 
 
 def _stem(name: str) -> str:
-    """What an encoder's name says of its model: "qwen3-vl-8b" of mmproj-Qwen3-VL-8B-F16.gguf; "" if nothing."""
+    """The part of an encoder's name that refers to its model: "qwen3-vl-8b" of mmproj-Qwen3-VL-8B-F16.gguf; "" if there
+    is none."""
     words = _TYPE.sub("", name.lower()).removesuffix(".gguf").replace(WORD, "").strip("-_.")
     return words.removesuffix("model").strip("-_.")

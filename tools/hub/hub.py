@@ -1,12 +1,13 @@
-"""Models of a hub: huggingface.co, or another server of its API ($HF_ENDPOINT).
+"""Downloads models of a hub: huggingface.co, or another server with the same API ($HF_ENDPOINT).
 
-In: a name, OWNER/REPO or OWNER/REPO:QUANT (hub_files.py). Out: the path of a GGUF file, the first part of a split one,
-in the cache that all programs of the hub share ($HF_HUB_CACHE, else $HF_HOME/hub, else ~/.cache/huggingface/hub).
+In: a name, OWNER/REPO or OWNER/REPO:QUANT (hub_files.py). Out: the path of a GGUF file, or of the first part of a split
+one, in the cache that all programs of the hub share ($HF_HUB_CACHE, else $HF_HOME/hub, else ~/.cache/huggingface/hub).
 
-huggingface_hub asks the server, reads the environment (HF_TOKEN, HF_HUB_OFFLINE, proxies) and lays out the cache. Its
-own download begins anew after a failure and compares no hash, so files come through its HTTP function into the name
-that the cache has for incomplete ones, continued from where they end, and are compared with the hub's SHA-256. It is
-imported when a name is looked up in the network: a local file does not wait for it.
+huggingface_hub queries the server, reads the environment (HF_TOKEN, HF_HUB_OFFLINE, proxies) and defines the cache's
+layout. Its own download starts again after a failure and compares no hash. So this module downloads files with its HTTP
+function, to the name that the cache has for incomplete files, continues incomplete files, and compares them with the
+hub's SHA-256. huggingface_hub is imported when a name is looked up in the network, so that local files need not wait
+for it.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from mlc_amd.tools.hub.encoders import SNAPSHOTS, preferred
 from mlc_amd.tools.hub.hub_files import File, Model, Name, candidates, choose, models
 from mlc_amd.tools.terminal import display
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")  # it becomes a file's name
-_CHUNK = 8 << 20  # bytes that are hashed at a time
-_PATIENCE = 1.0  # seconds of waiting for another process's download, until that is told
+_SHA256 = re.compile(r"[0-9a-f]{64}")  # checked, because it becomes the name of a file
+_CHUNK = 8 << 20  # bytes that are hashed in one piece
+_PATIENCE = 1.0  # seconds of waiting for another process's download, after which the user is told
 _CLIENT: dict[str, Any] = {"library_name": "mlc-amd", "library_version": mlc_amd.__version__}
 
 
 class Unavailable(UserError):
-    """The hub has no such repository, or cannot be asked."""
+    """The hub has no such repository, or cannot be queried."""
 
 
 class Unreachable(Unavailable):
-    """The hub cannot be asked: there is no network, or HF_HUB_OFFLINE forbids it."""
+    """The hub cannot be queried: there is no network, or HF_HUB_OFFLINE forbids it."""
 
 
 def cached(name: Name) -> Path | None:
-    """The model's file if the cache has all of it, whether or not the hub has a newer one. Without a QUANT, what the
-    cache has of the repository counts."""
+    """The model's file if the cache has the complete model; the hub may have a newer one. Without a QUANT, the models
+    of the repository in the cache are considered."""
     for snapshot in _snapshots(_folder(name.repo)):
         found = candidates(name.quant, _whole(snapshot))
         if len(found) == 1:
@@ -52,7 +53,7 @@ def cached(name: Name) -> Path | None:
 
 
 def downloaded() -> list[tuple[Name, int]]:
-    """The models that the cache has, with their bytes."""
+    """The models in the cache, with their bytes."""
     found: dict[Name, int] = {}
     for folder in sorted(cache().glob("models--*--*")):
         repo = folder.name.removeprefix("models--").replace("--", "/", 1)
@@ -63,7 +64,7 @@ def downloaded() -> list[tuple[Name, int]]:
 
 
 def _snapshots(folder: Path) -> list[Path]:
-    """A repository's snapshots, that of its main branch first, then the newest."""
+    """The snapshots of a repository: first that of its main branch, then the newest."""
     ref = folder / "refs" / "main"
     main = ref.read_text().strip() if ref.exists() else ""
     snapshots = (folder / SNAPSHOTS).glob("*")
@@ -71,18 +72,21 @@ def _snapshots(folder: Path) -> list[Path]:
 
 
 def _whole(snapshot: Path) -> list[Model]:
-    """The models of which all parts are there."""
+    """The models in a snapshot of which all parts exist."""
     paths = [path for path in snapshot.rglob("*.gguf") if path.exists()]
     files = [File(path.relative_to(snapshot).as_posix(), path.stat().st_size) for path in paths]
     return [model for model in models(files) if not model.missing]
 
 
 def pull(name: Name, encoder: bool = True) -> Path:
-    """Downloads the hub's current model into the cache, as far as it is not there, and returns its file. encoder: also
-    the image encoder of the repository, where there is one. Where the hub cannot be asked, what the cache has is taken.
-    Unavailable where the hub has no such repository, or cannot be asked; UserError if the name fits no model or
-    several, parts of it are missing, access is denied, the disk is full, the connection broke (another call continues),
-    or the hub's file is damaged."""
+    """Downloads the hub's current model into the cache, unless it is there. Returns its file. encoder: whether to
+    download the repository's image encoder, too, if there is one. If the hub cannot be queried, uses what the cache
+    has.
+
+    Raises Unavailable if the hub has no such repository, or cannot be queried. Raises UserError if the name fits no
+    model or several, if parts of it are missing, access is denied, the disk is full, the connection broke (another call
+    continues), or the hub's file is damaged.
+    """
     try:
         files = _listed(name.repo)
     except Unreachable as error:
@@ -106,12 +110,12 @@ def pull(name: Name, encoder: bool = True) -> Path:
 
 
 def listing(repo: str) -> list[Model]:
-    """The models that the hub has in that repository. Raises Unavailable, or UserError for other answers."""
+    """The models in a repository of the hub. Raises Unavailable, or UserError for other errors."""
     return models(_listed(repo))
 
 
 def _listed(repo: str) -> list[File]:
-    """The files of that repository. Raises as `listing`."""
+    """The files in a repository of the hub. Raises errors like `listing`."""
     from huggingface_hub import HfApi, constants
 
     try:
@@ -127,15 +131,15 @@ def _listed(repo: str) -> list[File]:
 
 
 def cache() -> Path:
-    """The hub's cache on this machine."""
+    """The folder of the hub's cache on this machine."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
 
 
 def _folder(repo: str) -> Path:
-    """A repository's part of the cache: blobs/ by hash, snapshots/COMMIT/ with links to them, refs/main with a
-    commit."""
+    """The folder of a repository in the cache. It has blobs/ by hash, snapshots/COMMIT/ with links to blobs, and
+    refs/main with a commit."""
     return cache() / f"models--{repo.replace('/', '--')}"
 
 
@@ -144,7 +148,7 @@ def _partial(blob: Path) -> Path:
 
 
 def _check_space(repo: str, files: list[File]) -> None:
-    """UserError if the disk has no room for what is still to come."""
+    """Raises UserError if the disk has no room for what is not downloaded yet."""
     to_come = 0
     for file in files:
         if file.sha256 and not (blob := _folder(repo) / "blobs" / file.sha256).exists():
@@ -159,12 +163,13 @@ def _check_space(repo: str, files: list[File]) -> None:
 
 
 def _fetch(repo: str, file: File) -> Path:
-    """One file in the cache, complete and verified."""
-    from filelock import Timeout  # of what huggingface_hub locks with
+    """The path of a file in the cache, which is complete and verified. Downloads it if necessary."""
+    from filelock import Timeout  # huggingface_hub locks with this package
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.utils import WeakFileLock, disable_progress_bars, enable_progress_bars
 
-    # Larger files come through the hub's own protocol (Xet) alone, which verifies them, but cannot be continued.
+    # Larger files can only be downloaded with the hub's own protocol (Xet). It verifies them, but they cannot be
+    # continued.
     ours = file.sha256 is not None and file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE
     folder = _folder(repo)
     with _explained(repo):
@@ -184,13 +189,13 @@ def _fetch(repo: str, file: File) -> Path:
         elif not ours and sys.stderr.isatty():
             enable_progress_bars()
         try:
-            return Path(hf_hub_download(repo, file.path, **_CLIENT))  # links what is there
-        except ValueError as error:  # a file that is too large for HTTP, where Xet's package is missing
+            return Path(hf_hub_download(repo, file.path, **_CLIENT))  # makes the links to the blob
+        except ValueError as error:  # a file that is too large for HTTP, and the package for Xet is missing
             raise UserError(f"{file.path} of {repo}: {_words(error)}") from error
 
 
 def _download(repo: str, file: File, blob: Path) -> None:
-    """Completes `blob`, whose hash and size are those of `file`, from what an earlier call may have left of it."""
+    """Completes `blob`, of which an earlier call may have left a part. It must get the hash and size of `file`."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.file_download import http_get
@@ -228,7 +233,7 @@ def _download(repo: str, file: File, blob: Path) -> None:
 
 
 class _Counted(io.BufferedWriter):
-    """A file that is appended to, and tells `progress` its length after each write."""
+    """A file that is appended to. Reports its length to `progress` after each write."""
 
     def __init__(self, path: Path, progress: Callable[[int], None]):
         super().__init__(io.FileIO(path, "a"))
@@ -250,7 +255,7 @@ def _sha256(path: Path, progress: Callable[[int], None]) -> str:
 
 
 def _http_error() -> type[Exception]:
-    """The base class of errors of the HTTP library that huggingface_hub is built on: httpx or its successor."""
+    """The base class of the errors of huggingface_hub's HTTP library: httpx or its successor."""
     from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
     return HTTPError
@@ -262,11 +267,11 @@ def _words(error: BaseException) -> str:
 
 @contextmanager
 def _explained(repo: str) -> Iterator[None]:
-    """Turns the errors of huggingface_hub and of the disk into UserErrors, with these as their cause."""
+    """Turns errors of huggingface_hub and of the disk into UserErrors, with the original error as their cause."""
     from huggingface_hub import constants, errors
     from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # it warns of each attempt that fails
+    logging.set_verbosity_error()  # it would warn of each failed attempt
     endpoint = constants.ENDPOINT
     try:
         yield

@@ -1,9 +1,9 @@
-"""Which file of a hub's repository a name means.
+"""Determines which file of a hub's repository a name refers to.
 
-In: a name, OWNER/REPO or OWNER/REPO:QUANT, also with what browsers and other programs put around it, and the
-repository's files. Out: its models, and the one of them that is meant. Nothing here reads a disk or a network. The
-rules are those of llama.cpp's `-hf` (common/download.cpp), which takes the first of several models that a QUANT fits,
-where this is a UserError.
+In: a name, OWNER/REPO or OWNER/REPO:QUANT, possibly with what browsers and other programs add to it; and the
+repository's files. Out: the repository's models, and the model of that name. This module accesses neither disk nor
+network. The rules are those of llama.cpp's `-hf` (common/download.cpp), except that it takes the first of several
+models that fit a QUANT, while this module raises UserError.
 """
 
 import re
@@ -15,21 +15,22 @@ from urllib.parse import unquote
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools.terminal import display
 
-# huggingface_hub's rules for repositories: 96 characters at most, no "--" and no ".." in them.
+# huggingface_hub's rules for repositories: at most 96 characters, without "--" and "..".
 _NAME = re.compile(r"(?!.{97})(?![^:]*(?:--|\.\.))([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w./-]+))?", re.ASCII)
-# Before OWNER/REPO in addresses and in other programs; after it, before a file's path.
+# What addresses and other programs add before OWNER/REPO; what they add after it, before the path of a file.
 _HOST = re.compile(r"(?:hf://|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/)", re.IGNORECASE)
 _FILE = re.compile(r"([^/]+/[^/:]+)/(?:(?:blob|resolve|raw|tree)/[^/]+/?)?(.*)")
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")  # llama.cpp's LLAMA_SPLIT_PREFIX format
-_QUANT = re.compile(r"[-.]((?:UD-)?[A-Z0-9_]+)$", re.IGNORECASE)  # UD: the "dynamic" files of unsloth
-_NO_MODELS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")  # parts of file names, as in llama.cpp
-_DEFAULTS = ("Q4_K_M", "Q8_0")  # taken without a QUANT, the first that there is
-_LISTED = 40  # models that a message lists
+_QUANT = re.compile(r"[-.]((?:UD-)?[A-Z0-9_]+)$", re.IGNORECASE)  # UD: unsloth's "dynamic" files
+# parts of the names of files that are no models, as in llama.cpp
+_NO_MODELS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
+_DEFAULTS = ("Q4_K_M", "Q8_0")  # without a QUANT, the first of these that exists is used
+_LISTED = 40  # limit of the models that a message lists
 
 
 @dataclass(frozen=True)
 class Name:
-    """repo: OWNER/REPO. quant: what of the file's name tells it from the others; None: not given."""
+    """repo: OWNER/REPO. quant: a part of the file's name that selects the file; None if it is not given."""
 
     repo: str
     quant: str | None = None
@@ -40,7 +41,7 @@ class Name:
 
 @dataclass(frozen=True)
 class File:
-    """path: below the repository's root. size: bytes. sha256: hexadecimal; None: not known."""
+    """path: relative to the repository's root. size: bytes. sha256: hexadecimal; None if unknown."""
 
     path: str
     size: int
@@ -49,8 +50,8 @@ class File:
 
 @dataclass(frozen=True)
 class Model:
-    """A GGUF file, or the parts of a split one. title: its path without the parts' numbers and the suffix. parts: by
-    number, from 0. count: how many parts it has; of some there may be no file."""
+    """A GGUF file, or the parts of a split one. title: its path without the parts' numbers and the suffix. parts: files
+    by number, from 0. count: number of parts, including missing ones."""
 
     title: str
     parts: dict[int, File]
@@ -58,30 +59,29 @@ class Model:
 
     @property
     def quant(self) -> str:
-        """How its file name ends, in capital letters: "Q4_K_M"; the whole title where that says nothing."""
+        """The end of its file name, in capital letters: "Q4_K_M". The whole title if the name has no such end."""
         found = _QUANT.search(self.title)
         return found[1].upper() if found else self.title
 
     @property
     def size(self) -> int:
-        """Bytes of the parts that are there."""
+        """Bytes of the parts that exist."""
         return sum(file.size for file in self.parts.values())
 
     @property
     def missing(self) -> list[int]:
-        """The numbers of the parts that are not there, from 0."""
+        """The numbers, from 0, of the missing parts."""
         return [number for number in range(self.count) if number not in self.parts]
 
     def fits(self, quant: str) -> bool:
-        """Whether a path of the model has `quant` in it: from the beginning of a word to a "-" or "." """
+        """Whether a path of the model has `quant` in it: from the beginning of a word to a "-" or "."."""
         text = re.escape(quant.removesuffix(".gguf"))
         word = re.compile(rf"(?<![A-Za-z0-9]){text}[.-]", re.IGNORECASE)
         return any(word.search(file.path) for file in self.parts.values())
 
 
 def parse(text: str) -> Name | None:
-    """The name that `text` is, which may be an address of a repository's page or file; None for what can only be a
-    path."""
+    """Parses a name, or the address of a repository's page or file. Returns None for a text that can only be a path."""
     host = _HOST.match(text)
     if host:
         text = unquote(re.split(r"[?#]", text[host.end() :])[0]).rstrip("/").removesuffix(":latest")
@@ -94,7 +94,7 @@ def parse(text: str) -> Name | None:
 
 
 def models(files: Iterable[File]) -> list[Model]:
-    """The models among a repository's files, by their titles."""
+    """The models among a repository's files, by title."""
     found: dict[tuple[str, int], dict[int, File]] = {}
     for file in files:
         path = PurePosixPath(file.path)
@@ -108,7 +108,7 @@ def models(files: Iterable[File]) -> list[Model]:
 
 
 def candidates(quant: str | None, among: Sequence[Model]) -> list[Model]:
-    """The models that `quant` may mean: none, one, or several between which it does not decide."""
+    """The models that `quant` may refer to: none, one, or several if it is ambiguous."""
     for wanted in (quant,) if quant else _DEFAULTS:
         found = [model for model in among if model.fits(wanted)]
         exact = [model for model in found if model.quant == wanted.upper()]
@@ -118,7 +118,7 @@ def candidates(quant: str | None, among: Sequence[Model]) -> list[Model]:
 
 
 def choose(name: Name, among: Sequence[Model]) -> Model:
-    """The model that `name` means; a UserError lists what there is if that is none or several."""
+    """The model that `name` refers to. If there is none, or several, raises a UserError that lists the models."""
     if not among:
         raise UserError(f"{name.repo} has no GGUF file: look for a repository with GGUF in its name")
     found = candidates(name.quant, among)

@@ -1,10 +1,10 @@
-"""Models that ollama has on this machine.
+"""Finds models that ollama has on this machine.
 
-In: a name as ollama has it: llama3, llama3:8b, OWNER/MODEL:TAG or HOST/OWNER/MODEL:TAG. Out: the path of its GGUF file,
-which is one of ollama's blobs. Nothing is downloaded, and nothing is written.
+In: a name in ollama's form: llama3, llama3:8b, OWNER/MODEL:TAG or HOST/OWNER/MODEL:TAG. Out: the path of its GGUF file,
+which is one of ollama's blobs. Nothing is downloaded or written.
 
-ollama's folder ($OLLAMA_MODELS, else that of the user or of its service) has `manifests/HOST/OWNER/MODEL/TAG`: JSON
-that lists layers by the digests of their blobs.
+ollama's folder ($OLLAMA_MODELS, else the user's or that of its service) has `manifests/HOST/OWNER/MODEL/TAG`: JSON that
+lists layers by the digests of their blobs.
 """
 
 import json
@@ -17,13 +17,13 @@ from mlc_amd.runtime.errors import UserError
 
 _PART = re.compile(r"(?!\.)[\w.-]+", re.ASCII)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_PLACE = ("registry.ollama.ai", "library")  # of names without a host and an owner
-_SERVICE = ("/usr/share/ollama", "/var/lib/ollama")  # homes of its user in packages for Linux
+_PLACE = ("registry.ollama.ai", "library")  # host and owner of names without these
+_SERVICE = ("/usr/share/ollama", "/var/lib/ollama")  # home folders of the service's user in Linux packages
 
 
 def find(text: str) -> Path | None:
-    """The GGUF file of the model that ollama calls so; None where it has none. UserError for a model that is more or
-    something else than a GGUF file, and for one that this user may not read."""
+    """The GGUF file of the model with this name in ollama; None if ollama has no such model. Raises UserError for a
+    model that is not a single GGUF file, and for one that this user may not read."""
     name, _, tag = text.partition(":")
     parts = [*name.split("/"), tag or "latest"]
     if len(parts) > 4 or not all(map(_PART.fullmatch, parts)):

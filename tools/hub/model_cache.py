@@ -1,13 +1,13 @@
 """The user's cache of compiled models: `$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`).
 
     models/NAME-TARGET-ARCH-KEY/        an artifact
-    models/NAME-TARGET-ARCH-KEY.json    its `Recipe`, and the state of the tuned records that its plans were compared to
-                                        last; the file's time of change is when the artifact was used last
+    models/NAME-TARGET-ARCH-KEY.json    its `Recipe`, and the state of the tuned records with which its plans were last
+                                        compared. The modification time is the time of the artifact's last use
     weights/KEY/                        packed weights, to which artifacts have hard links (compiler/weight_store.py)
 
-Beside these lie the caches of other modules. In: recipes. Out: where their artifacts are, or are to be compiled to
-(`find`), what is there (`entries`), and what nobody needs (`to_prune`). `remove` leaves what a running process uses: it
-holds a lock on the artifact's folder.
+Other modules have their caches next to these. In: recipes. Out: where their artifacts are or will be compiled (`find`),
+all artifacts (`entries`), and those that nobody needs (`to_prune`). `remove` does not remove an artifact that a running
+process uses: the process holds a lock on its folder.
 """
 
 import hashlib
@@ -42,21 +42,22 @@ def weights_directory() -> Path:
 
 
 def file_name(text: str) -> str:
-    """Text without what file names must not have, and not longer than they may be with what is put around it."""
+    """The text without characters that file names must not have, shortened so that a prefix and a suffix can be
+    added."""
     return re.sub(r"[^\w.-]", "-", text)[-160:]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(CompileOptions):
-    """What an artifact in the cache is made from: the path of a GGUF file or a synthetic model's spec, and `resolved`
-    options."""
+    """What an artifact in the cache is made from: the path of a GGUF file or the spec of a synthetic model, and
+    `resolved` options."""
 
     path: str | None
     synthetic: str | None
 
     @property
     def title(self) -> str:
-        """What the user calls the model."""
+        """The model's name for users."""
         return self.synthetic or Path(self.path or "").stem
 
     @property
@@ -65,8 +66,9 @@ class Recipe(CompileOptions):
 
     @cached_property
     def key(self) -> str:
-        """Changes whenever the compiled result might: the file, the settings, this program and its compiler, and for
-        "native" the CPU; not with tuned records (`_plans_hold`). OSError where the file is gone."""
+        """A key that changes whenever the compiled result might change: with the file, the options, this program and
+        its compiler, and for "native" with the CPU. It does not change with tuned records (`_plans_hold`). Raises
+        OSError if the file does not exist any more."""
         ctx = self.ctx and -(-self.ctx // CONTEXT_STEP) * CONTEXT_STEP
         parts: list[object] = [asdict(self) | {"path": "", "mmproj": "", "drafter": "", "ctx": ctx}]
         parts += [mlc_amd.__version__, metadata.version("apache-tvm"), _sources()]
@@ -79,12 +81,12 @@ class Recipe(CompileOptions):
 
     @cached_property
     def records(self) -> list[list]:
-        """The state of the tuned records that a compilation may use, when this was first asked for."""
+        """The state of the tuned records that a compilation may use, at the time of the first call."""
         return _tuned(self.target) if self.tuned != "none" else []
 
 
 def find(recipe: Recipe) -> Path | None:
-    """The recipe's artifact, which counts as used now; None where it is not compiled yet, or tuning has found better
+    """The recipe's artifact, and marks it as used now. None if it is not compiled yet, or if tuning has found better
     plans since."""
     if not (recipe.folder / MANIFEST).exists() or not _plans_hold(recipe):
         return None
@@ -93,8 +95,8 @@ def find(recipe: Recipe) -> Path | None:
 
 
 def record(recipe: Recipe) -> None:
-    """Notes what the recipe's artifact was made from, that its plans hold with `recipe.records`, and that it is used
-    now."""
+    """Writes what the recipe's artifact was made from, that its plans are up to date with `recipe.records`, and that it
+    is used now."""
     files = {name: (one := getattr(recipe, name)) and os.path.abspath(one) for name in ("path", "mmproj", "drafter")}
     made = replace(recipe, **files)
     note = _note(recipe.folder)
@@ -103,7 +105,7 @@ def record(recipe: Recipe) -> None:
         temporary.write_text(json.dumps({"recipe": asdict(made), "records": recipe.records}))
         temporary.replace(note)
     except OSError:
-        temporary.unlink(missing_ok=True)  # a cache that cannot be written serves all the same
+        temporary.unlink(missing_ok=True)  # if the cache cannot be written, this is not an error
 
 
 def _note(folder: Path) -> Path:
@@ -111,8 +113,8 @@ def _note(folder: Path) -> Path:
 
 
 def _plans_hold(recipe: Recipe) -> bool:
-    """Whether a compilation would choose the plans that the recipe's artifact has. Other records than at the last use
-    are rarely records of its kernels that change anything: only then plans are looked up, which takes a second."""
+    """Whether a compilation would choose the plans that the recipe's artifact has. If the records are those of the last
+    use, it would. Otherwise plans are looked up, which takes a second; new records rarely change these kernels."""
     try:
         if json.loads(_note(recipe.folder).read_text())["records"] == recipe.records:
             return True
@@ -127,19 +129,19 @@ def _plans_hold(recipe: Recipe) -> bool:
 
 @contextmanager
 def compiling(recipe: Recipe, wait: Callable[[], object]) -> Iterator[None]:
-    """The block compiles the recipe, or finds that another process just did: one does so at a time. `wait` is called
-    before this one has to wait."""
+    """The block compiles the recipe, or finds that another process just has: only one process does this at a time.
+    wait: called before this process has to wait."""
     with alone(models_directory(), f"{recipe.folder.name}.compiling", wait):
         yield
 
 
-# ---- what is there
+# ---- the artifacts in the cache
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An artifact in the cache. recipe: None where it is not known; used: seconds since the epoch; nbytes: of its own
-    files; shared: of its weights, which other artifacts may have, too; inode: of their file."""
+    """An artifact in the cache. recipe: None if unknown. used: seconds since the epoch. nbytes: of its own files.
+    shared: bytes of its weights, which other artifacts may share. inode: of the weights' file."""
 
     folder: Path
     recipe: Recipe | None
@@ -154,8 +156,8 @@ class Entry:
 
     @property
     def outdated(self) -> bool:
-        """Whether no command finds it any more: its file has changed or is gone, another version or a CPU with other
-        instructions made it, or tuning has found better plans since."""
+        """Whether no command would use it any more: its file has changed or does not exist, another version or a CPU
+        with other instructions made it, or tuning has found better plans since."""
         try:
             return self.recipe is None or self.recipe.folder.name != self.name or not _plans_hold(self.recipe)
         except (OSError, UserError):
@@ -170,7 +172,7 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """All artifacts, the last used first. What killed compilations left is removed."""
+    """All artifacts, the last used first. Removes what killed compilations have left."""
     for folder in (models_directory(), weights_directory()):
         sweep(folder)
     found = [_entry(manifest.parent) for manifest in models_directory().glob(f"[!.]*/{MANIFEST}")]
@@ -178,7 +180,7 @@ def entries() -> list[Entry]:
 
 
 def _entry(folder: Path) -> Entry | None:
-    """None where it was removed meanwhile."""
+    """The entry of a folder; None if another process has removed it."""
     try:
         files = {file.name: file.stat() for file in folder.iterdir()}
         note = _note(folder)
@@ -196,7 +198,7 @@ def _entry(folder: Path) -> Entry | None:
 
 
 def total(found: list[Entry]) -> int:
-    """Bytes on disk of these artifacts: weights that several have count once."""
+    """The bytes of these artifacts on disk. Shared weights count once."""
     return sum(entry.nbytes for entry in found) + sum({entry.inode: entry.shared for entry in found}.values())
 
 
@@ -204,11 +206,12 @@ def total(found: list[Entry]) -> int:
 
 
 def remove(entry: Entry) -> bool:
-    """Removes an artifact; False, and nothing changes, while a process uses it."""
+    """Removes an artifact. If a process uses it, changes nothing and returns False."""
     held = lock(entry.folder, exclusive=True)
     if held is None:
         return False
-    with scratch(entry.folder.parent, entry.name) as temporary:  # renamed first: never half an artifact
+    # renamed first, so that there is never a half of an artifact
+    with scratch(entry.folder.parent, entry.name) as temporary:
         entry.folder.rename(temporary / entry.name)
     _note(entry.folder).unlink(missing_ok=True)
     held.close()
@@ -216,7 +219,7 @@ def remove(entry: Entry) -> bool:
 
 
 def unused_weights() -> Iterator[tuple[Path, int]]:
-    """(folder, bytes) of packed weights that no artifact has."""
+    """(folder, bytes) of packed weights that no artifact uses."""
     from mlc_amd.compiler.weight_store import stored
 
     for home, status in stored(weights_directory()):
@@ -225,7 +228,7 @@ def unused_weights() -> Iterator[tuple[Path, int]]:
 
 
 def drop_unused_weights() -> int:
-    """Removes packed weights that no artifact has; returns their bytes."""
+    """Removes packed weights that no artifact uses. Returns their bytes."""
     found = list(unused_weights())
     for home, _ in found:
         shutil.rmtree(home, ignore_errors=True)
@@ -233,8 +236,8 @@ def drop_unused_weights() -> int:
 
 
 def to_prune(found: list[Entry], now: float, older: float | None = None, limit: float | None = None) -> list[Entry]:
-    """Those to be removed: outdated ones; those not used for `older` seconds; and of the rest the least recently used,
-    until all others take at most `limit` bytes."""
+    """The artifacts to be removed: outdated ones; those not used for `older` seconds; and the least recently used of
+    the others, until the rest takes at most `limit` bytes."""
     kept, removed = [], []
     for entry in found:
         old = older is not None and now - entry.used > older
@@ -248,15 +251,16 @@ def to_prune(found: list[Entry], now: float, older: float | None = None, limit: 
 
 
 def _tuned(target: str) -> list[list]:
-    """Size and time of the tuned records that a compilation for this target may use. The file names are those of
-    compiler/tuning/database.py, which imports TVM: too slow for a model that is already compiled."""
+    """Size and time of the tuned records that a compilation for this target may use. The file names are repeated from
+    compiler/tuning/database.py, because importing it imports TVM, which takes too long for a model that is already
+    compiled."""
     found = []
     shipped = Path(str(resources.files("mlc_amd.dist"))) / "tuned"
     for file in sorted([*(cache_directory() / "tuned").glob("*/measurements.jsonl"), *shipped.glob("*.json")]):
         header = file.with_name("arch.json")
         try:
             other = header.exists() and json.loads(header.read_text()).get("api") != target
-        except (OSError, ValueError):  # the database reports what is wrong with it
+        except (OSError, ValueError):  # the database reports the error
             other = False
         if not other:
             status = file.stat()
@@ -265,8 +269,8 @@ def _tuned(target: str) -> list[list]:
 
 
 def _sources() -> str:
-    """A digest of the files that kernels are made from: who changes them must not get cached kernels of older ones, but
-    who installs them again gets those. It takes 5 ms."""
+    """A digest of the files from which kernels are made. After a change to these files, cached kernels of older ones
+    must not be used; after a new installation of the same files they are. Takes 5 ms."""
     digest = hashlib.sha256()
     for package, pattern in (("compiler", "*.py"), ("schedules", "*.py"), ("runtime.devices", "*.c")):
         root = Path(str(resources.files(f"mlc_amd.{package}")))
@@ -277,7 +281,7 @@ def _sources() -> str:
 
 
 def check_writable() -> None:
-    """UserError where nothing can be put into the cache."""
+    """Raises UserError if the cache cannot be written."""
     place = models_directory()
     try:
         place.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""What the user calls a model -> an artifact or a running engine.
+"""Turns a user's name of a model into an artifact or a running engine.
 
 A model is an artifact folder, a GGUF file, a folder with one, the name of a hub's model (OWNER/REPO or
-OWNER/REPO:QUANT, downloaded on first use), the name of one that ollama has here, or nothing ($MLC_AMD_MODEL, else the
-bundled demo). GGUF files and synthetic models are compiled on first use into the user's cache (model_cache.py), and
-found there later.
+OWNER/REPO:QUANT, downloaded on first use), the name of a model that ollama has on this machine, or nothing
+($MLC_AMD_MODEL, else the bundled demo). GGUF files and synthetic models are compiled on first use into the user's cache
+(model_cache.py), and found there later.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ if TYPE_CHECKING:
     from mlc_amd.runtime.engine.engine import Engine
     from mlc_amd.tools.hub.hub_files import Name
 
-_LISTED = 6  # files that a message lists
+_LISTED = 6  # limit of the files that a message lists
 _AS_IT_IS = RopeOptions()
 
 
 def default_model() -> Path:
-    """The model when none is given: the value of $MLC_AMD_MODEL (a bundle sets it), else the bundled demo."""
+    """The model if none is given: the value of $MLC_AMD_MODEL (which bundles set), else the bundled demo."""
     named = os.environ.get("MLC_AMD_MODEL")
     return find(named) if named else Path(str(resources.files("mlc_amd.dist").joinpath("demo", "llama-q4_k_m.gguf")))
 
 
 def find(model: str | os.PathLike[str], encoder: bool = False) -> Path:
-    """Where the model of that name lies: that path, or the file in that folder, else (`local`) a file that the hub's
-    cache or ollama has, else the hub's, which is downloaded. encoder: with its image encoder. UserError if there is
-    none."""
+    """The path of the model with this name: the path itself, or the file in this folder; else (`local`) a file of the
+    hub's cache or of ollama; else the hub's, which is downloaded. encoder: whether to download its image encoder, too.
+    Raises UserError if there is no such model."""
     if found := local(model):
         return found
     name = _hub_name(model)
@@ -80,10 +80,12 @@ def _hub_name(model: str | os.PathLike[str]) -> Name:
 
 
 def local(model: str | os.PathLike[str]) -> Path | None:
-    """Where the model of that name lies on this machine. UserError for a folder without a model, or with several."""
+    """The path of the model on this machine; None if it is not here. Raises UserError for a folder without a model, or
+    with several."""
     path = Path(os.path.expanduser(model))
-    if not _has_compiler():  # only a compiler can do something with GGUF files
-        return path if os.path.exists(path) else None  # False, too, of what is too long for a path
+    if not _has_compiler():  # only a compiler can use GGUF files
+        # os.path.exists also returns False for a text that is too long for a path
+        return path if os.path.exists(path) else None
     from mlc_amd.tools.hub import hub, hub_files, hub_ollama
 
     if os.path.exists(path):
@@ -93,8 +95,8 @@ def local(model: str | os.PathLike[str]) -> Path | None:
 
 
 def _only_file(folder: Path) -> Path:
-    """The GGUF file, or the first part of the split one, of a folder that is no artifact; the folder where there is
-    none of any model. UserError where there are several, or a checkpoint."""
+    """The GGUF file (or the first part of a split one) in a folder that is no artifact; the folder itself if it has no
+    model. Raises UserError if there are several, or a checkpoint of another format."""
     from mlc_amd.tools.hub import hub_files
 
     files = [path for path in folder.iterdir() if path.is_file()]
@@ -125,7 +127,7 @@ def _missing(model: str | os.PathLike[str]) -> UserError:
 
 
 def is_artifact(path: Path) -> bool:
-    """Folders are taken for artifacts, files for GGUF; UserError when there is neither."""
+    """Whether a path is an artifact (a folder) or a GGUF file. Raises UserError if it does not exist."""
     if not path.exists():
         raise _missing(path)
     return path.is_dir()
@@ -140,8 +142,8 @@ def open_source(
     rope: RopeOptions = _AS_IT_IS,
     drafter: str | os.PathLike[str] | None = None,
 ) -> AbstractContextManager[GGUFModel]:
-    """The GGUF file, or the synthetic model of that spec, to be compiled; closed at the end of the `with` block.
-    encoder: the file of its image encoder. pooling, override_kv, drafter: of CompileOptions."""
+    """Opens the GGUF file, or the synthetic model with this spec, for the compiler; closes it after the block. encoder:
+    the file of its image encoder. pooling, override_kv, drafter: see CompileOptions."""
     check_compiler(synthetic or path)
     from mlc_amd.compiler.gguf.draft import DraftFile
     from mlc_amd.compiler.gguf.mmproj import VisionFile
@@ -171,8 +173,8 @@ def open_source(
 def compile_artifact(
     model: str | None, output: str | None, options: CompileOptions, synthetic: str | None = None, weights: bool = True
 ) -> Summary:
-    """Compiles a GGUF file, or the `synthetic` model of that spec, into the folder `output` (None:
-    dist/MODEL-TARGET-ARCH in the current directory)."""
+    """Compiles a GGUF file, or the `synthetic` model with this spec, into the folder `output`; None:
+    dist/MODEL-TARGET-ARCH in the current directory."""
     if (model is None) == (synthetic is None):
         raise UsageError("give either a GGUF file or --synthetic PRESET:FORMAT")
     if output == "":
@@ -186,11 +188,11 @@ def compile_artifact(
 
 
 def _default_output(path: Path | None, synthetic: str | None, settings: str) -> Path:
-    """dist/MODEL-TARGET-ARCH. UserError where that was made from another file of the same name."""
+    """dist/MODEL-TARGET-ARCH. Raises UserError if it was made from another file with the same name."""
     out = Path("dist") / model_cache.file_name(f"{synthetic or (path and path.stem)}-{settings}")
     try:
         made_from = json.loads((out / "manifest.json").read_text())["source"]["id"]
-    except (OSError, ValueError, KeyError, TypeError):  # there is none, or it does not say
+    except (OSError, ValueError, KeyError, TypeError):  # there is no manifest, or it does not say
         return out
     if path and made_from not in (None, source_id(path)):
         raise UserError(f"{out} was made from another {path.name}; choose another output with -o")
@@ -198,8 +200,8 @@ def _default_output(path: Path | None, synthetic: str | None, settings: str) -> 
 
 
 def _with_encoder(path: Path | None, options: CompileOptions) -> CompileOptions:
-    """The options with the image encoder of that model. Which one it is says all: `no_mmproj` is the default. UserError
-    where the draft's file is none."""
+    """The options with the paths of the model's image encoder and of its draft. `no_mmproj` is reset to its default, as
+    the encoder's path (or None) is enough. Raises UserError if the draft's file does not exist."""
     drafter = None if options.drafter is None else Path(options.drafter).expanduser()
     if drafter and not drafter.is_file():
         raise UserError(f"--drafter {drafter}: there is no such file; check the path")
@@ -208,17 +210,18 @@ def _with_encoder(path: Path | None, options: CompileOptions) -> CompileOptions:
 
 
 def source_path(model: str | os.PathLike[str] | None, synthetic: str | None, encoder: bool = False) -> Path | None:
-    """Where a model lies, by default the bundled one; None for a synthetic one. encoder: see `find`. UserError for
-    both."""
+    """The path of a model, by default of the bundled one; None for a synthetic one. encoder: see `find`. Raises
+    UserError if both are given."""
     if synthetic and model:
         raise UsageError("give a model or --synthetic, not both")
     return None if synthetic else find(model, encoder) if model else default_model()
 
 
 def artifact_path(options: LoadOptions, synthetic: str | None = None, sees: bool = False) -> Path:
-    """The folder of the options' model (None: the demo) or of the `synthetic` one of that spec, compiled into the cache
-    if necessary. UserError for an artifact that was compiled with other options; before anything is compiled for GPUs
-    of a target without, and, if the model `sees`, for a file without an image encoder."""
+    """The artifact folder of the options' model (None: the demo), or of the `synthetic` one with this spec; compiled
+    into the cache if necessary. sees: whether the model must have an image encoder. Raises UserError for an artifact
+    that was compiled with other options. Before anything is compiled, raises UserError if a target for GPUs finds none,
+    or if the image encoder is missing."""
     path = source_path(options.model, synthetic, not options.no_mmproj)
     if path and is_artifact(path):
         _check_compiled(path, options)
@@ -251,8 +254,8 @@ def artifact_path(options: LoadOptions, synthetic: str | None = None, sees: bool
 def load_engine(
     options: LoadOptions, synthetic: str | None = None, kv: KvSize | None = None, sees: bool = False
 ) -> Engine:
-    """An Engine for the options' model, or for the `synthetic` one of that spec. kv: as of `Engine.load`; sees: it is
-    for images."""
+    """An Engine for the options' model, or for the `synthetic` one with this spec. kv: see `Engine.load`. sees: whether
+    the model must accept images."""
     _check_sizes(options)
     from mlc_amd.runtime.engine.engine import Engine
     from mlc_amd.runtime.speculation.draft_model import LOOKUP, OWN
@@ -269,13 +272,13 @@ def load_engine(
 
 
 def _check_sizes(options: LoadOptions) -> None:
-    """UsageError before anything is compiled."""
+    """Checks sizes before anything is compiled. Raises UsageError."""
     KvSize.of(options.kv_tokens, options.kv_memory)
     _ = options.disk_bytes
 
 
 def _drafter(draft: str | os.PathLike[str] | None) -> Path | None:
-    """The file of that name, if it is of a draft that is compiled with its model."""
+    """The file with this name, if it is a draft that is compiled together with its model."""
     path = find(draft or "") if _has_compiler() else None
     if path is None or is_artifact(path):
         return None
@@ -285,7 +288,7 @@ def _drafter(draft: str | os.PathLike[str] | None) -> Path | None:
 
 
 def load_encoder(options: LoadOptions, synthetic: str | None = None) -> Encoder:
-    """An Encoder for the options' model, or for the `synthetic` one of that spec."""
+    """An Encoder for the options' model, or for the `synthetic` one with this spec."""
     path = artifact_path(options, synthetic)
     from mlc_amd.runtime.engine.encoder import Encoder
 
@@ -293,7 +296,7 @@ def load_encoder(options: LoadOptions, synthetic: str | None = None) -> Encoder:
 
 
 def load_any(options: LoadOptions) -> Engine | Encoder:
-    """An Engine for the options' model, or an Encoder if it is one."""
+    """An Encoder if the options' model is one, otherwise an Engine."""
     _check_sizes(options)
     path = artifact_path(options)
     from mlc_amd.runtime.artifact.artifact import Artifact
@@ -303,7 +306,7 @@ def load_any(options: LoadOptions) -> Engine | Encoder:
 
 
 def check_compiler(source: Path | str | None) -> None:
-    """UserError in a bundle (tools/commands/deploy.py), which has no compiler."""
+    """Raises UserError in a bundle (tools/commands/deploy.py), which has no compiler."""
     if not _has_compiler():
         what = "a bundle has no compiler; give a folder made by `mlc-amd compile`"
         raise UserError(f"cannot compile {source} here: {what}")
@@ -321,12 +324,13 @@ def _compile(
     keep: bool = True,
     weights: bool = True,
 ) -> Summary:
-    """keep: packed weights are added to the user's cache; otherwise those that it has are verified."""
+    """keep: whether packed weights are added to the user's cache. Otherwise, weights in the cache are verified."""
     title = f"compiling {synthetic or (path.name if path else '')} for {options.target} {options.arch}"
     encoder = None if options.mmproj is None else str(options.mmproj)
     changes = options.pooling, options.override_kv, options, options.drafter
     with open_source(path, synthetic, encoder, *changes) as source:
-        from mlc_amd.compiler import pipeline  # takes a second to import: only once the model is readable
+        # takes a second to import: imported only once the model is known to be readable
+        from mlc_amd.compiler import pipeline
         from mlc_amd.compiler.weight_store import WeightStore
 
         pipeline.check(source, out, options)
@@ -336,9 +340,9 @@ def _compile(
 
 
 def _change_rope(path: Path | None, synthetic: str | None, options: CompileOptions, out: Path) -> None:
-    """Writes an artifact like that without changes of RoPE, which is compiled if necessary."""
+    """Writes an artifact with changes of RoPE, from the artifact without them, which is compiled if necessary."""
     changes = options.pooling, options.override_kv, options, options.drafter
-    with open_source(path, synthetic, None, *changes) as source:  # UserError before that
+    with open_source(path, synthetic, None, *changes) as source:  # raises UserError before the compilation
         as_it_is = replace(options, **dict.fromkeys(options.rope_changes))
         plain = artifact_path(LoadOptions(model=path, **as_it_is.given, no_mmproj=options.mmproj is None), synthetic)
         from mlc_amd.compiler.other_tables import write_with_tables
@@ -347,7 +351,7 @@ def _change_rope(path: Path | None, synthetic: str | None, options: CompileOptio
 
 
 def _check_compiled(path: Path, options: CompileOptions) -> None:
-    """UserError where an artifact was not compiled with the options that the user gives."""
+    """Raises UserError if an artifact was not compiled with the options that the user gives."""
     given = options.given
     if options.override_kv:
         raise UserError(f"--override-kv is for GGUF files: {path} is compiled; leave it out")

@@ -1,4 +1,4 @@
-"""The KV caches on disk (runtime/cache/page_files.py), of all models: what there is, and what nobody needs."""
+"""The KV caches on disk (runtime/cache/page_files.py) of all models: lists them, and finds what nobody needs."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from mlc_amd.runtime.cache.page_files import ABOUT, RecordFile
 
 @dataclass(frozen=True)
 class StoredCache:
-    """Of one artifact on one kind of device. name, path: the artifact's, "" where they are not known."""
+    """The cache of one artifact on one kind of device. name, path: of the artifact, "" if unknown."""
 
     folder: Path
     name: str
@@ -22,17 +22,17 @@ class StoredCache:
 
     @property
     def nbytes(self) -> int:
-        """On disk."""
+        """Bytes on disk."""
         return sum(file.nbytes for file in self.files)
 
     @property
     def used(self) -> float:
-        """When it was used last, seconds since the epoch."""
+        """Time of the last use, in seconds since the epoch."""
         return max((file.used for file in self.files), default=0.0)
 
 
 def stored() -> list[StoredCache]:
-    """Those used last first."""
+    """All caches, the last used first."""
     return sorted((_stored(folder) for folder in page_files.folders()), key=lambda cache: -cache.used)
 
 
@@ -46,8 +46,8 @@ def _stored(folder: Path) -> StoredCache:
 
 
 def unneeded(removed: Iterable[Path], age: float | None = None) -> list[RecordFile]:
-    """What `prune` removes: the files of artifacts that are not there or among those, and those not used for `age`
-    seconds."""
+    """The files that `prune` removes: those of artifacts that do not exist or are in `removed`, and those not used for
+    `age` seconds."""
     paths, now = {str(path.resolve()) for path in removed}, time.time()
     found = []
     for cache in stored():
@@ -57,7 +57,7 @@ def unneeded(removed: Iterable[Path], age: float | None = None) -> list[RecordFi
 
 
 def drop(files: Iterable[RecordFile]) -> None:
-    """Removes these, and folders without files."""
+    """Removes files, and folders that have no files left."""
     page_files.remove_oldest(files, 1 << 62)
     for cache in stored():
         if not cache.files:
@@ -65,5 +65,5 @@ def drop(files: Iterable[RecordFile]) -> None:
 
 
 def total() -> int:
-    """Bytes on disk."""
+    """Bytes of all caches on disk."""
     return sum(cache.nbytes for cache in stored())

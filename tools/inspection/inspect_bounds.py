@@ -1,4 +1,5 @@
-"""`mlc-amd inspect` on how long calls of an artifact's kernels take at least (tools/measure/bounds.py), as text."""
+"""Shows the shortest possible times of an artifact's kernels (tools/measure/bounds.py) as text, for `mlc-amd
+inspect`."""
 
 from mlc_amd.tools.measure.bounds import words
 from mlc_amd.tools.terminal import display
@@ -10,7 +11,7 @@ come from the model's shapes, not from the counts above. Kernels that have neith
 
 
 def tables(found: list[dict]) -> str:
-    """found: of `bounds.of_artifact`, for each arch."""
+    """The tables. found: `bounds.of_artifact` for each arch."""
     parts = []
     for arch in found:
         rows = [

@@ -1,6 +1,6 @@
-"""What `mlc-amd inspect` shows of a GGUF file whose architecture cannot be compiled: what its header says.
+"""What `mlc-amd inspect` shows of a GGUF file whose architecture is not supported: the content of its header.
 
-In: the file. Out: a report of sections, as of other files, and how they are shown. Nothing here interprets the model.
+In: the file. Out: a report of sections, as for other files, and functions that show them. The model is not interpreted.
 """
 
 import math
@@ -15,11 +15,11 @@ from mlc_amd.tools.terminal import display
 if TYPE_CHECKING:
     from mlc_amd.compiler.gguf.header import TensorEntry
 
-_LISTED = 16  # values of a list that are shown; of longer ones the number
+_LISTED = 16  # limit of the shown values of a list; for longer lists the length is shown
 
 
 def report(path: Path, refusal: UserError) -> dict[str, Any]:
-    """The report of a file that was refused. Raises `refusal` if that is for another reason than the architecture."""
+    """The report of a file that was rejected. Raises `refusal` if its reason is not the architecture."""
     from mlc_amd.compiler.gguf.reader import quantization, read_header
     from mlc_amd.compiler.models.registry import architectures
 
@@ -50,7 +50,7 @@ def report(path: Path, refusal: UserError) -> dict[str, Any]:
 
 
 def _tokenizer(metadata: dict[str, Any]) -> dict[str, object]:
-    """The tokenizer's keys, with the texts of the tokens that its ids name."""
+    """The tokenizer's keys, with the texts of the tokens to which its ids refer."""
     tokens, found = metadata.get("tokenizer.ggml.tokens"), {}
     tokens = tokens if isinstance(tokens, list) else []
     for key, value in metadata.items():
@@ -70,7 +70,7 @@ def _brief(value: object) -> object:
 
 
 def _stored(entry: "TensorEntry") -> tuple[str, int | None]:
-    """The name of a tensor's type, and its bytes; of a type that gguf-py does not know, the number and None."""
+    """(name of a tensor's type, its bytes). For a type that gguf-py does not know: (its number, None)."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:
@@ -95,7 +95,7 @@ def _types(types: dict[str, dict[str, int]]) -> str:
     return display.table(("type", "tensors", "weights", "size"), rows, right=(1, 2, 3))
 
 
-# section -> how it is shown
+# section -> function that shows it
 SECTIONS = {
     "refusal": lambda reason: f"{'compile':{WIDTH}}not possible: {reason}",
     "metadata": _pairs("metadata"),

@@ -1,8 +1,8 @@
 """`mlc-amd inspect` for GPU code: the code objects of rocm artifacts, and any HSACO file.
 
-In: an opened artifact, or a file. Out: descriptions as plain data for JSON, tables and assembly as text. Instruction
-counts and assembly come from the text that `mlc-amd compile` keeps beside its code objects (`kernels-<arch>.s.gz`,
-LLVM's assembly), else from llvm-objdump; without both they are None, and `missing` says why.
+In: an opened artifact, or a file. Out: descriptions as plain data for JSON; tables and assembly as text. Instruction
+counts and assembly come from the text that `mlc-amd compile` stores next to its code objects (`kernels-<arch>.s.gz`,
+LLVM's assembly), else from llvm-objdump. Without both they are None, and `missing` says why.
 """
 
 import gzip
@@ -24,25 +24,25 @@ from mlc_amd.tools.terminal import display
 
 SUFFIXES = (".hsaco", ".co")
 MAGICS = (b"\x7fELF", b"__CLANG_OFFLOAD_BUNDLE__")
-_LONGEST = 64 << 20  # bytes of assembly: models have some millions
-KERNEL_END = re.compile(r"(?<=.)_kernel(_\d+)?$")  # of a symbol: also of a call's further launches
-FUNCTION_ENDS = ("\t.section", ".Lfunc_end")  # LLVM's text: what follows a function describes it for the assembler
+_LONGEST = 64 << 20  # limit of the assembly in bytes; models have some millions
+KERNEL_END = re.compile(r"(?<=.)_kernel(_\d+)?$")  # end of a symbol, including those of a call's further launches
+FUNCTION_ENDS = ("\t.section", ".Lfunc_end")  # in LLVM's text, what follows a function describes it for the assembler
 
 
 def is_code_object(path: Path) -> bool:
-    """Whether a file is to be read as GPU code, by its name or how it begins; `describe` then says what is wrong with
-    it. UserError for what is no file, such as a pipe."""
+    """Whether a file is to be read as GPU code, by its name or its first bytes; `describe` then reports errors in it.
+    Raises UserError for what is not a regular file, such as a pipe."""
     with json_files.open_file(path) as file:
         return path.suffix.lower() in SUFFIXES or file.read(32).startswith(MAGICS)
 
 
 class GpuCode:
-    """One code object and its assembly. machine: gfx name. kernels: hsaco.KernelCode by name; occupancies likewise (see
-    `describe`). functions: assembly lines by label, None if there is no way to get any. missing: why there is none,
-    what to install; "" otherwise."""
+    """One code object and its assembly. machine: gfx name. kernels: hsaco.KernelCode by name. occupancies: by name, see
+    `describe`. functions: assembly lines by label; None if there is no way to get them. missing: why, and what to
+    install; "" otherwise."""
 
     def __init__(self, path: Path, launched: dict[str, int] | None = None):
-        """launched: threads of a workgroup by kernel, where they are known. UserError if the file is no code object, or
+        """launched: threads of a workgroup by kernel, if known. Raises UserError if the file is no code object, or is
         damaged."""
         self.path, self.launched = path, launched or {}
         data = path.read_bytes()
@@ -71,14 +71,15 @@ class GpuCode:
         return {"file": str(self.path), "machine": self.machine, "kernels": kernels}
 
     def _occupancy(self, kernel: hsaco.KernelCode) -> dict | None:
-        """Waves that a SIMD holds and what limits them; None for a GPU that we do not know."""
+        """How many waves a SIMD holds, and what limits them; None for an unknown GPU."""
         if self.machine not in ARCHS:
             return None
         waves, limit = hsaco.occupancy(kernel, ARCHS[self.machine], self.launched.get(kernel.name))
         return {"waves": waves, "limit": limit}
 
     def assembly(self, pattern: str) -> dict[str, str]:
-        """The assembly of the kernels that a shell pattern names (see `chosen`). UserError if there is none."""
+        """The assembly of the kernels whose names match a shell pattern (see `chosen`). Raises UserError if there are
+        none."""
         wanted = chosen(self.kernels, pattern, self.path)
         if self.functions is None:
             raise UserError(f"{self.path}: no assembly to show: {self.missing}")
@@ -89,14 +90,16 @@ class GpuCode:
 
 
 def counted(assembly: str, name: str) -> dict:
-    """Static counts of a kernel's instructions; memory operations by "space access bytes", as "global load 16"."""
+    """Static counts of a kernel's instructions. Memory operations are counted by "space access bytes", such as "global
+    load 16"."""
     counts = hsaco.instructions(assembly, name)
     memory = {f"{space} {access} {size}": n for (space, access, size), n in sorted(counts.memory.items())}
     return asdict(counts) | {"memory": memory} | {key: dict(vars(counts)[key]) for key in ("by_mnemonic", "classes")}
 
 
 def chosen(names: Iterable[str], pattern: str, path: Path) -> list[str]:
-    """The kernels that a shell pattern names; "_kernel" at a name's end may be left out. UserError if there is none."""
+    """The kernels whose names match a shell pattern; "_kernel" at the end may be left out. Raises UserError if there
+    are none."""
     wanted = [name for name in names if any(fnmatchcase(one, pattern) for one in (name, KERNEL_END.sub(r"\1", name)))]
     if not wanted:
         raise UserError(f"{path}: no kernel is called {pattern!r}; --kernels lists them, --asm '*' means all")
@@ -104,7 +107,7 @@ def chosen(names: Iterable[str], pattern: str, path: Path) -> list[str]:
 
 
 def of_artifact(artifact: Artifact) -> list[GpuCode]:
-    """The code objects of an artifact for target rocm. UserError if one is damaged."""
+    """The code objects of an artifact for target rocm. Raises UserError if one is damaged."""
     manifest, codes = artifact.manifest, []
     for arch, file in manifest["libraries"].items():
         steps = [step for kernel in manifest["launches"][arch].values() for step in kernel["steps"]]
@@ -113,8 +116,8 @@ def of_artifact(artifact: Artifact) -> list[GpuCode]:
 
 
 def _kept(path: Path) -> str | None:
-    """The assembly that was kept beside the code object of an artifact: elsewhere nothing says that the two belong
-    together. UserError if it is damaged."""
+    """The assembly that is stored next to the code object of an artifact. It is only used in artifacts, as elsewhere
+    nothing guarantees that the two belong together. Raises UserError if it is damaged."""
     file = path.with_suffix(".s.gz")
     if not file.is_file() or not (path.parent / MANIFEST).is_file():
         return None
@@ -129,8 +132,8 @@ def _kept(path: Path) -> str | None:
 
 
 def split(assembly: str) -> dict[str, list[str]]:
-    """LLVM's assembly text or llvm-objdump's output -> its functions: label to lines, the label's first. Local labels
-    stay inside."""
+    """Splits LLVM's assembly text, or llvm-objdump's output, into functions: label to lines, beginning with the
+    label's. Local labels remain inside."""
     functions, lines = {}, []
     for line in assembly.splitlines():
         if line.startswith(FUNCTION_ENDS):
@@ -145,7 +148,7 @@ def split(assembly: str) -> dict[str, list[str]]:
 # ---- text
 
 
-# column -> its cell for a kernel that is described, here or in inspect_vulkan.py
+# column -> its cell, for a kernel described here or in inspect_vulkan.py
 CELLS = {
     "VGPRs": lambda kernel: kernel["vgprs"],
     "SGPRs": lambda kernel: kernel["sgprs"],
@@ -162,7 +165,7 @@ CELLS = {
 }
 NOTHING = {"waves": "-", "limit": "-"}
 MEMORY = ("global", "flat", "buffer")
-# likewise, for the counts of its instructions
+# the same for the counts of its instructions
 COUNTED = {
     "VALU": lambda counts: counts["classes"].get("vector", 0),
     "dot": lambda counts: counts["dot"],
@@ -184,8 +187,8 @@ waits: also barriers and delays. loads: instructions x bytes a lane reads."""
 
 
 def tables(codes: list[dict]) -> str:
-    """What `GpuCode.describe` gives, as text: two tables for each code object. Names come last, as they can be
-    very long, and without "_kernel"."""
+    """The result of `GpuCode.describe` as text: two tables for each code object. Names are in the last column, as they
+    may be very long, and without "_kernel"."""
     parts = []
     for code in codes:
         parts.append(f"code of {code['machine']}\n{table(REGISTERS, code['kernels'], row)}")
@@ -194,12 +197,12 @@ def tables(codes: list[dict]) -> str:
 
 
 def counts(code: dict) -> str:
-    """The table of instructions by class of a code object, or of what a driver's compiler made."""
+    """The table of instructions by class, for a code object or for the code of a driver's compiler."""
     return f"static instruction counts, {code['machine']}\n{table([*COUNTED], code['kernels'], counted_row)}"
 
 
 def table(header: Sequence[str], kernels: list[dict], row: Callable[[dict, Sequence[str]], list]) -> str:
-    """A row for each kernel, with its name at the end."""
+    """A table with a row for each kernel, which ends with its name."""
     right = [i for i, title in enumerate(header) if title not in LEFT]
     rows = [(*row(kernel, header), KERNEL_END.sub(r"\1", kernel["name"])) for kernel in kernels]
     return display.table((*header, "kernel"), rows, right)
@@ -215,7 +218,7 @@ def counted_row(kernel: dict, header: Sequence[str]) -> list:
 
 
 def loads(counts: dict, spaces: tuple[str, ...]) -> str:
-    """ "4x16 1x2": loads of these spaces by bytes a lane, widest first; "0" without any."""
+    """Loads from these spaces by bytes per lane, the widest first: "4x16 1x2". "0" if there are none."""
     widths: dict[int, int] = {}
     for key, n in counts["memory"].items():
         space, access, size = key.split()

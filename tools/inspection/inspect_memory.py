@@ -1,7 +1,7 @@
-"""The memory that a model needs, and which GPUs that suits: for `mlc-amd inspect` and `mlc-amd compile`.
+"""The memory that a model needs, and the GPUs for which this is suitable: for `mlc-amd inspect` and `mlc-amd compile`.
 
-In: `Needs`, of an artifact or of a model that is not compiled, and the target and arch as the user names them. Out:
-data (`plan`), which JSON output holds, and lines (`lines`).
+In: `Needs`, of an artifact or of a model that is not compiled, and the target and arch in the user's words. Out: data
+for JSON output (`plan`), and lines of text (`lines`).
 """
 
 from dataclasses import asdict
@@ -17,7 +17,8 @@ from mlc_amd.tools.terminal import display
 
 
 def plan(needs: Needs, kind: str, arch: str, layers: int = 0) -> dict:
-    """Bytes by part, and for each device that the arch stands for how many tokens fit it. layers: of --n-cpu-moe."""
+    """Bytes by part, and for each device that the arch stands for the number of tokens that fit. layers: of
+    --n-cpu-moe."""
     known, others, devices = rooms(kind, arch), apus(kind, arch), []
     if all(room.shared for room in known) if known else arch not in HERE and _unified(kind, arch):
         needs = needs.in_host_memory()
@@ -33,8 +34,8 @@ def plan(needs: Needs, kind: str, arch: str, layers: int = 0) -> dict:
 
 
 def rooms(kind: str, arch: str) -> list[Room]:
-    """This machine's device for a native arch, else the products that the arch stands for, the largest first; empty
-    where nothing is known, as of most APUs."""
+    """This machine's device for a native arch; otherwise the products that the arch stands for, the largest first.
+    Empty if their memory is unknown, as for most APUs."""
     if arch in HERE:
         return _HERE[kind]()
     if kind == "cpu":
@@ -51,7 +52,7 @@ def rooms(kind: str, arch: str) -> list[Room]:
 
 
 def apus(kind: str, arch: str) -> list[str]:
-    """The APUs among the products that the arch stands for whose memory is whatever the system has."""
+    """Those APUs among the products that the arch stands for whose memory is the system's, of any size."""
     if kind == "cpu" or arch in HERE:
         return []
     found = (product for name in arch.split(",") for product, unified in _products(name) if unified)
@@ -59,12 +60,12 @@ def apus(kind: str, arch: str) -> list[str]:
 
 
 def _unified(kind: str, arch: str) -> bool:
-    """Whether an arch stands for nothing but devices that work in the host's memory."""
+    """Whether an arch only stands for devices that use the host's memory."""
     return kind == "cpu" or all(_resolve(name).unified for name in arch.split(","))
 
 
 def _resolve(name: str):
-    """The chip, or the Vulkan profile, of that name."""
+    """The chip, or the Vulkan profile, with this name."""
     from mlc_amd.schedules.gpu.base import arch, profiles
 
     try:
@@ -74,8 +75,8 @@ def _resolve(name: str):
 
 
 def _products(name: str) -> list[tuple[str, bool]]:
-    """(product, whether its memory is the system's) of a GPU or a Vulkan profile, which stands for all chips of a
-    family; one for APUs stands for those that it names."""
+    """(product, whether its memory is the system's) for a GPU or a Vulkan profile. A profile stands for all chips of
+    its family; a profile for APUs only for those that it names."""
     from mlc_amd.schedules.gpu.base import arch, profiles
 
     def known(chip: Chip) -> list[str]:
@@ -99,7 +100,8 @@ def _this_cpu() -> list[Room]:
 
 
 def _this_vulkan_gpu() -> list[Room]:
-    """The GPU that a native arch compiles for. Of an APU all heaps count: the driver has applied Linux' limit."""
+    """The GPU for which a native arch compiles. For an APU all heaps count, because the driver has already applied
+    Linux' limit."""
     from mlc_amd.runtime.devices.vulkan.gpu import list_gpus, preferred
 
     gpu = preferred(list_gpus())[0]
@@ -122,7 +124,7 @@ _HERE = {"cpu": _this_cpu, "vulkan": _this_vulkan_gpu, "rocm": _this_rocm_gpu}
 
 
 def lines(found: dict) -> list[tuple[str, str]]:
-    """`plan`'s result: (label, text) of each line."""
+    """The result of `plan` as lines: (label, text)."""
     parts = (("weights", "weights"), ("kv", f"KV cache ({found['context']} tokens)"), ("buffers", "buffers"))
     total = ", ".join(f"{label} {display.size(found[key])}" for key, label in parts)
     result = [("memory", f"{display.size(found['total'])}: {total}")]

@@ -1,4 +1,4 @@
-"""What people look for first in a model, which `mlc-amd inspect` begins with: its name, size, quantization, memory.
+"""The first lines of `mlc-amd inspect`: a model's name, size, quantization and memory, which people look for first.
 
 In: facts of a GGUF file or an artifact. Out: entries of the report (`entries`), and its first lines (`lines`).
 """
@@ -9,17 +9,17 @@ from typing import Any
 from mlc_amd.tools.inspection import inspect_memory
 from mlc_amd.tools.terminal import display
 
-KEYS = ("name", "size", "parameters", "quantization", "context", "memory")  # of the report
-WIDTH = 14  # of labels
+KEYS = ("name", "size", "parameters", "quantization", "context", "memory")  # keys of the report
+WIDTH = 14  # width of labels
 
 
 def entries(name: object, size: int, count: int, quantization: str) -> dict[str, object]:
-    """The first of KEYS. size: bytes on disk; count: weights."""
+    """The report's values for the first of KEYS. size: bytes on disk. count: number of weights."""
     return {"name": name, "size": size, "parameters": count, "quantization": quantization}
 
 
 def lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(label, text) of those of KEYS that the report has."""
+    """(label, text) for each of KEYS that the report has."""
     shown = {
         "name": lambda name: name or "none",
         "size": lambda size: f"{display.size(size)} on disk",

@@ -1,8 +1,8 @@
 """`mlc-amd inspect` for the SPIR-V modules of vulkan artifacts.
 
-In: an opened artifact. Out: descriptions as plain data for JSON, tables and assembly as text. For AMD's GPUs Mesa's
-driver RADV compiles the modules (compiler/codegen/radv.py), no such GPU needed, and tells registers, occupancy and the
-ISA. Without it, and for other GPUs, there is what the modules tell of themselves, and `missing` says why.
+In: an opened artifact. Out: descriptions as plain data for JSON; tables and assembly as text. For AMD GPUs, Mesa's
+driver RADV compiles the modules (compiler/codegen/radv.py), without such a GPU, and reports registers, occupancy and
+the ISA. Without RADV, and for other GPUs, only the modules themselves are described, and `missing` says why.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ from mlc_amd.tools.inspection.inspect_kernels import CELLS, COUNTS_LEGEND, chose
 
 
 class SpirvCode:
-    """The modules of one profile, and what RADV makes of them. machine: the profile's name. shaders: radv.Shader by
-    symbol. missing: why there is nothing of RADV's, or not of all; "" otherwise."""
+    """The modules of one profile, and RADV's results for them. machine: the profile's name. shaders: radv.Shader by
+    symbol. missing: why RADV's results are missing or incomplete; "" otherwise."""
 
     def __init__(self, path: Path, profile: Profile, launches: Mapping[str, Mapping]):
-        """path: the file of modules; launches: the manifest's launches of the profile. UserError if a module is
+        """path: the file of modules. launches: the manifest's launches of the profile. Raises UserError if a module is
         damaged."""
         self.path, self.profile, self.machine = path, profile, profile.name
         data, steps = path.read_bytes(), [step for kernel in launches.values() for step in kernel["steps"]]
@@ -45,7 +45,7 @@ class SpirvCode:
 
     def describe(self) -> dict:
         """{"file", "machine", "compiler": RADV's name and version or None, "kernels": [{"name", "workgroup": threads,
-        "spirv": bytes and spirv_reader.ModuleFacts, and of those that it compiled: the fields of hsaco.KernelCode,
+        "spirv": bytes and spirv_reader.ModuleFacts; and if RADV compiled the kernel: the fields of hsaco.KernelCode,
         "occupancy", "latency", "throughput" and "instructions"}]}."""
         found = {"file": str(self.path), "machine": self.machine, "compiler": self.report and self.report.device}
         return found | {"kernels": [self._kernel(name) for name in self.shaders]}
@@ -63,8 +63,8 @@ class SpirvCode:
         return told | {"instructions": counted(compiled.assembly, name) if compiled.assembly else None}
 
     def assembly(self, pattern: str) -> dict[str, str]:
-        """The ISA of the kernels that a shell pattern names, or their SPIR-V where RADV is missing. UserError if no
-        kernel is called so, or without SPIRV-Tools when they are needed."""
+        """The ISA of the kernels whose names match a shell pattern; their SPIR-V if RADV is missing. Raises UserError
+        if no name matches, or if SPIRV-Tools is needed and missing."""
         wanted = chosen(self.shaders, pattern, self.path)
         texts = {name: kernel.assembly for name, kernel in self.report.kernels.items()} if self.report else {}
         return {
@@ -73,7 +73,7 @@ class SpirvCode:
 
 
 def of_artifact(artifact: Artifact) -> list[SpirvCode]:
-    """The modules of an artifact for target vulkan. UserError if one is damaged."""
+    """The modules of an artifact for target vulkan. Raises UserError if one is damaged."""
     manifest = artifact.manifest
     files = {name: artifact.path / file for name, file in manifest["libraries"].items()}
     return [SpirvCode(file, profiles.resolve(name), manifest["launches"][name]) for name, file in files.items()]
@@ -88,7 +88,7 @@ def _shader(step: dict, data: bytes) -> radv.Shader:
 # ---- text
 
 
-# column -> its cell for a kernel of `describe`
+# column -> its cell, for a kernel of `describe`
 SPIRV = {
     "bytes": lambda kernel: kernel["spirv"]["bytes"],
     "instructions": lambda kernel: kernel["spirv"]["instructions"],
@@ -112,7 +112,7 @@ products.""",
 
 
 def tables(codes: list[dict]) -> str:
-    """What `SpirvCode.describe` gives, as text: tables for each profile. Names come last."""
+    """The result of `SpirvCode.describe` as text: tables for each profile. Names are in the last column."""
     parts = []
     for code in codes:
         compiled = code["compiler"] is not None

@@ -1,8 +1,8 @@
-"""How fast this machine reads memory: what decoding, which reads every weight once per token, can reach at best.
+"""Measures how fast this machine reads memory. This limits decoding, which reads every weight once per token.
 
-A plain read of arrays much larger than the last-level cache, one thread per core, each with its own array (first
-touched by the thread that reads it). numpy's maximum of float64 is one vector load and one vector operation per 64
-bytes and releases the GIL, so it waits for memory.
+The measurement is a plain read of arrays much larger than the last-level cache, with one thread per core. Each thread
+has its own array, which it touches first. numpy's maximum of float64 is one vector load and one vector operation per 64
+bytes and releases the GIL, so its time is that of memory.
 """
 
 import os
@@ -18,9 +18,9 @@ _ROUNDS = 5
 
 
 def of_device(device) -> tuple[float, str] | None:
-    """(bytes per second, how measured) of the memory that a device's weights are in; None where nothing measures it.
-    "read": this module's reading, by as many threads as the cpu device has; "copy": a GPU's own copy, bytes read and
-    written together."""
+    """(bytes per second, how measured) for the memory with a device's weights; None if it cannot be measured. "read":
+    `measure`, with as many threads as the cpu device has. "copy": a GPU's own copy; bytes read and written are
+    added."""
     if device.kind == "cpu":
         return measure(device.threads), "read"
     copied = device.copy_bandwidth() if hasattr(device, "copy_bandwidth") else 0.0
@@ -28,7 +28,7 @@ def of_device(device) -> tuple[float, str] | None:
 
 
 def measure(threads: int | None = None) -> float:
-    """The best of several reads, in bytes per second. threads: how many read at once (default: the CPUs this process
+    """The best of several reads, in bytes per second. threads: number of threads (default: the CPUs that this process
     may use)."""
     threads = threads or len(os.sched_getaffinity(0))
     count = max(_LEAST_BYTES, 4 * last_level_cache() // threads) // 8
@@ -39,7 +39,8 @@ def measure(threads: int | None = None) -> float:
         array = np.ones(count)
         for rounds in spans:
             barrier.wait()
-            # Each reader takes its own times: another thread's clock would miss what happens before it is scheduled.
+            # Each thread takes its own times: another thread's clock would miss what happens before the thread is
+            # scheduled.
             start = time.perf_counter()
             array.max()
             rounds.append((start, time.perf_counter()))

@@ -1,5 +1,5 @@
 """What `mlc-amd bench` measures of an embedding or ranking model: texts and tokens per second, by the length of texts
-and by how many there are at once.
+and by their number in a call.
 
 In: an `Encoder`. Out: results with the fields of bench_formats.py, and "texts_per_s".
 """
@@ -16,11 +16,11 @@ from mlc_amd.runtime.options import LoadOptions
 from mlc_amd.schedules.formats import parameters
 from mlc_amd.tools.hub import models
 
-_AWAKE = 0.3  # seconds that a GPU computes before it is timed: idle ones have lower clocks
+_AWAKE = 0.3  # seconds that a GPU works before it is timed, as idle GPUs have lower clocks
 
 
 def is_encoder(load: LoadOptions, synthetic: str | None) -> bool:
-    """Whether the options' model is one, before anything is compiled."""
+    """Whether the options' model is an encoder. Nothing is compiled."""
     path = models.source_path(load.model, synthetic)
     if path and models.is_artifact(path):
         return bool(Artifact.open(path).manifest["model"]["encoder"])
@@ -29,7 +29,7 @@ def is_encoder(load: LoadOptions, synthetic: str | None) -> bool:
 
 
 def described(artifact: Artifact, device) -> dict[str, object]:
-    """The fields that are the same for all tests."""
+    """The fields that are equal for all tests."""
     manifest = artifact.manifest
     return {
         "model_filename": str(artifact.path),
@@ -44,7 +44,7 @@ def described(artifact: Artifact, device) -> dict[str, object]:
 
 
 def timed(compute: Callable[[], object], device, repetitions: int) -> list[float]:
-    """Seconds of each repetition, after one that does not count; on a GPU after as many as raise its clocks."""
+    """The seconds of each repetition. One uncounted repetition comes first; on a GPU, as many as raise its clocks."""
     begin = time.perf_counter()
     compute()
     while device.kind != "cpu" and time.perf_counter() - begin < _AWAKE:
@@ -58,7 +58,7 @@ def timed(compute: Callable[[], object], device, repetitions: int) -> list[float
 
 
 def result(tokens: int, count: int, test: str, seconds: Sequence[float]) -> dict[str, object]:
-    """The fields of one test: `count` inputs of so many tokens each at once, by the seconds of each repetition."""
+    """The fields of one test: `count` inputs of `tokens` tokens each in a call. seconds: of each repetition."""
     rates = [tokens * count / s for s in seconds]
     return {
         "n_prompt": tokens, "n_seqs": count, "test": test,
@@ -68,7 +68,7 @@ def result(tokens: int, count: int, test: str, seconds: Sequence[float]) -> dict
 
 
 def measure(encoder: Encoder, lengths: Sequence[int], counts: Sequence[int], repetitions: int) -> Iterator[dict]:
-    """One result for each length of texts and each number of them. UserError for texts that are too long."""
+    """A result for each length and each number of texts. Raises UserError for texts that are too long."""
     if max(lengths) > encoder.context:
         raise UserError(f"-p {max(lengths)}: this model takes texts of up to {encoder.context} tokens")
     rng, about = np.random.default_rng(0), described(encoder.artifact, encoder.device)

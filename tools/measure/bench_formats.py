@@ -1,6 +1,6 @@
 """The output formats of `mlc-amd bench`: Markdown with llama-bench's columns, JSON, JSON lines and CSV.
 
-In: the result of one test, a dict of `bench`'s fields. Out: text. `writer` makes the writer of a format.
+In: the result of one test, a dict with `bench`'s fields. Out: text. `writer` makes the writer of a format.
 """
 
 import csv
@@ -12,13 +12,14 @@ from json import dumps
 
 from mlc_amd.tools.terminal import display
 
-# Columns of models that make tokens, and those that they have not.
+# Columns only for models that generate tokens, and columns only for other models.
 OF_TOKENS = ("n_cpu_moe", "GB/s", "of measured", "of table", "host us", "W", "J/token")
 OF_OTHERS = ("texts/s", "images/s")
 
-Writer = tuple[str, Callable[[dict], str], str]  # what comes first, a function from a result to text, what comes last
+# (text before the results, function from a result to text, text after them)
+Writer = tuple[str, Callable[[dict], str], str]
 
-# (title, width, whether it aligns right, what it shows of a result)
+# (title, width, whether it aligns right, function from a result to its value)
 _COLUMNS: tuple[tuple[str, int, bool, Callable[[dict], object]], ...] = (
     ("model", 30, False, lambda r: r["model_type"]),
     ("size", 10, True, lambda r: display.size(r["model_size"])),
@@ -40,7 +41,7 @@ _COLUMNS: tuple[tuple[str, int, bool, Callable[[dict], object]], ...] = (
 
 
 def writer(name: str, hidden: Collection[str] = ()) -> Writer:
-    """The writer of format `name`; hidden: titles of columns that Markdown leaves out."""
+    """The writer of format `name`. hidden: titles of columns that Markdown leaves out."""
     if name == "jsonl":
         return "", lambda result: dumps(result) + "\n", ""
     return {"md": partial(_markdown, hidden), "json": _json, "csv": _csv}[name]()

@@ -1,7 +1,7 @@
-"""What `mlc-amd bench --image` measures of a model that sees: how long its encoder takes for pictures of a size, by how
-many there are at once, from prepared pixels to features.
+"""What `mlc-amd bench --image` measures of a model with an image encoder: the encoder's time, from prepared pixels to
+features, by the size of pictures and by their number in a call.
 
-In: the options' model, sizes. Out: results with the fields of bench_formats.py, and "images_per_s"; t/s is of tokens,
+In: the options' model, sizes. Out: results with the fields of bench_formats.py, and "images_per_s". t/s counts tokens:
 rows of features.
 """
 
@@ -17,7 +17,8 @@ from mlc_amd.tools.measure.bench_encoder import described, result, timed
 
 
 def sizes_of(names: Sequence[str]) -> list[tuple[int, int]]:
-    """(width, height) of each "WIDTHxHEIGHT", of which commas separate several. UsageError for what is none."""
+    """(width, height) of each "WIDTHxHEIGHT"; commas separate several in one text. Raises UsageError for other
+    texts."""
     found = []
     for name in ",".join(names).split(","):
         if not (sides := re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", name)):
@@ -29,9 +30,9 @@ def sizes_of(names: Sequence[str]) -> list[tuple[int, int]]:
 def measure(
     load: LoadOptions, sizes: Sequence[tuple[int, int]], counts: Sequence[int], repetitions: int
 ) -> Iterator[dict]:
-    """One result for each size and each number of pictures. UserError for a model without an image encoder, or a
+    """A result for each size and each number of pictures. Raises UserError for a model without an image encoder, or a
     picture that it cannot take."""
-    from PIL import Image  # bundles of models that do not see lack it
+    from PIL import Image  # bundles of models without an image encoder lack it
 
     with picture_features.opened(load) as sees:
         encode, about, rng = sees.encoder.encode, described(sees.artifact, sees.device), np.random.default_rng(0)

@@ -1,8 +1,8 @@
-"""Runs the tests of `mlc-amd bench`: how long prefill and decode take, of several sequences, and with guesses.
+"""Runs the tests of `mlc-amd bench`: prefill and decode, of one or several sequences, and with guesses.
 
-In: an engine, a `Test`. Out: seconds of each repetition, the power meanwhile. Prompts are random, and so is the first
-token that is decoded; the next ones are the most likely ones. Only steps are timed.
-Of guesses (`Test.right`) as many count as right as the test says, whatever the model would choose.
+In: an engine, a `Test`. Out: seconds of each repetition, and the power during it. Prompts are random, and so is the
+first decoded token; the next tokens are the most likely ones. Only steps are timed. The test determines how many
+guesses count as right (`Test.right`), whatever the model would choose.
 """
 
 import time
@@ -23,14 +23,14 @@ _WARM_SECONDS = 0.25
 
 
 class Repetition(NamedTuple):
-    """Seconds of one run of a test, and of these the seconds that the host did not spend waiting for the device."""
+    """Seconds of one run of a test, and how many of these the host did not wait for the device."""
 
     seconds: float
     host: float
 
 
 class Power(NamedTuple):
-    """Watts and joules per token of a test; None where no sensor tells."""
+    """Watts, and joules per token, of a test; None without a sensor."""
 
     watts: float | None
     per_token: float | None
@@ -38,9 +38,9 @@ class Power(NamedTuple):
 
 @dataclass(frozen=True)
 class Test:
-    """One line of the result: n_prompt tokens prefilled or n_gen decoded (the other is 0) after n_depth tokens, by each
-    of n_seqs sequences. right: None, or the share of guesses that are right, of a source of guesses that takes no
-    time."""
+    """One line of the result: n_prompt tokens are prefilled or n_gen decoded (the other is 0), after n_depth tokens, by
+    each of n_seqs sequences. right: share of guesses that are right, from a source that takes no time; None: no
+    guesses."""
 
     n_prompt: int
     n_gen: int
@@ -57,19 +57,19 @@ class Test:
 
     @property
     def tokens(self) -> int:
-        """Of all sequences together."""
+        """Number of tokens of all sequences together."""
         return (self.n_prompt + self.n_gen) * self.n_seqs
 
     @property
     def context(self) -> int:
-        """Tokens of a sequence at the end."""
+        """Length of a sequence at the end."""
         return self.n_depth + self.n_prompt + self.n_gen
 
 
 def measure(
     engine, test: Test, repetitions: int, sensors: Sequence[power.Sensor] = ()
 ) -> tuple[list[Repetition], Power]:
-    """The repetitions, after one that is not counted, and the power that the sensors told meanwhile."""
+    """The counted repetitions, which follow an uncounted one, and the power that sensors reported during them."""
     with (_prefill if test.n_prompt else _decode)(engine, test) as run:
         run()
         with power.Meter(sensors) as meter:
@@ -127,7 +127,7 @@ def _timed(device, work: Callable[[], object]) -> Repetition:
 
 
 class _Known:
-    """A source of guesses that knows the texts. Which of them are right shows when they are verified."""
+    """A source of guesses that knows the texts. Verification decides which guesses are right."""
 
     expected, free, at_once, follows = 0.7, False, False, False
 
@@ -141,14 +141,15 @@ class _Known:
         }
 
     def forget(self, request: Request) -> None:
-        """Nothing is kept of it."""
+        """Does nothing: it keeps nothing about requests."""
 
     def close(self) -> None:
-        """There is nothing to release."""
+        """Does nothing: it has no resources."""
 
 
 def _guess(batch: Batch, speculation: Speculation, texts: dict[Request, list[int]], right: float) -> None:
-    """Decodes the texts with guesses, as an engine does that gets its answers token by token. All have one length."""
+    """Decodes the texts with guesses, like an engine that gets its answers token by token. All texts have the same
+    length."""
     random = np.random.default_rng(1)
     done = dict.fromkeys(texts, 0)
     length = len(next(iter(texts.values())))
@@ -176,14 +177,15 @@ def _guess(batch: Batch, speculation: Speculation, texts: dict[Request, list[int
 
 
 def fill(engine, tokens: int) -> None:
-    """Gives the engine's own sequence so many random tokens, in place of what it has."""
+    """Replaces the content of the engine's own sequence by random tokens."""
     engine.reset()
     if tokens:
         engine.advance(np.random.default_rng(1).integers(0, engine.vocab, tokens))
 
 
 def warm(engine) -> None:
-    """Keeps a GPU busy until its clocks are up. The engine's position stays, and must not be the context's end."""
+    """Keeps a GPU busy until its clocks are up. The engine's position does not change; it must not be the end of the
+    context."""
     if engine.device.kind == "cpu":
         return
     position, end = engine.position, time.perf_counter() + _WARM_SECONDS

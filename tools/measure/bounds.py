@@ -1,9 +1,9 @@
-"""The shortest time that a kernel's call can take: its costs, as an artifact's manifest has them (dist/README.md), at
-the limits of runtime/gpus.py.
+"""The shortest possible time of a kernel's call: its costs in an artifact's manifest (dist/README.md), divided by the
+limits of runtime/gpus.py.
 
-Bytes are those of weights and cache only: activations may come from the GPU's caches. Operations are those of linear
-layers, attention and recurrent layers, by the fastest unit that multiplies in the kernel's code. A kernel without such
-costs has no bound.
+Bytes are those of weights and cache only, as activations may come from the GPU's caches. Operations are those of linear
+layers, attention and recurrent layers, at the rate of the fastest unit that multiplies in the kernel's code. A kernel
+without such costs has no bound.
 """
 
 from collections.abc import Mapping
@@ -15,30 +15,30 @@ MEMORY = "memory"
 
 
 class Bound(NamedTuple):
-    """Of a call. by: what takes so long: MEMORY, or the Unit of runtime/gpus.py that multiplies."""
+    """The bound of a call. by: what determines it: MEMORY, or the Unit of runtime/gpus.py that multiplies."""
 
     seconds: float
     by: str
 
 
 def traffic(kernel: Mapping, tokens: int, depth: float, single: int = 0) -> float:
-    """Bytes of weights and cache that a call must move for `tokens` rows, of which `single` are of sequences of their
-    own, each sequence after `depth` tokens. kernel: its entry in the manifest. Of the embedding and RoPE's table a
-    token needs one row, which does not count."""
+    """Bytes of weights and cache that a call must move for `tokens` rows. `single` of these belong to sequences of
+    their own; each sequence has `depth` tokens before. kernel: its entry in the manifest. The one row that a token
+    needs of the embedding and of RoPE's table is not counted."""
     moved, sequences = kernel["bytes"], single + (tokens > single)
     return moved["call"] + moved["token"] * tokens + moved["key"] * sequences * min(depth, kernel["keys"])
 
 
 def operations(kernel: Mapping, tokens: int, depth: int, single: int = 0) -> int:
-    """Additions and multiplications of a call, likewise. Linear layers compute all rows that their kernel is made
-    for."""
+    """Additions and multiplications of a call; arguments as for `traffic`. Linear layers compute all rows for which
+    their kernel was made."""
     seen = single * min(depth + 1, kernel["keys"])
     seen += sum(min(depth + i + 1, kernel["keys"]) for i in range(tokens - single))
     return kernel["operations"]["call"] + kernel["operations"]["score"] * seen
 
 
 def bound(moved: float, worked: float, unit: str | None, limits: Limits) -> Bound | None:
-    """Of a call that moves and computes so much, of `unit_of`; None where nothing is known."""
+    """The bound of a call. moved: bytes. worked: operations. unit: see `unit_of`. None if nothing is known."""
     times = {MEMORY: moved / limits.bandwidth if limits.bandwidth else 0.0}
     if unit:
         times[unit] = worked / limits.rates[unit]
@@ -47,16 +47,16 @@ def bound(moved: float, worked: float, unit: str | None, limits: Limits) -> Boun
 
 
 def unit_of(manifest: Mapping, arch: str, kernel: str, limits: Limits) -> str | None:
-    """The fastest unit that multiplies in a kernel's code, in any of its launches; None where it is not known."""
+    """The fastest unit that multiplies in a kernel's code, in any of its launches; None if unknown."""
     steps = manifest["launches"].get(arch, {}).get(kernel, {"steps": ()})["steps"]
     known = {unit for step in steps for unit in step.get("units", ())} & limits.rates.keys()
     return max(known, key=lambda unit: limits.rates[unit], default=None)
 
 
 def of_artifact(manifest: Mapping, arch: str) -> dict:
-    """{"arch", "bandwidth", "rates": of Limits, "kernels": [{"kernel", "rows", "single", "depth", "bytes",
-    "operations", "unit", "bound_us", "bound_by"}]}: of calls with all rows, in the first state that the manifest
-    lists for a kernel. Kernels without a bound are left out."""
+    """{"arch", "bandwidth", "rates": see Limits, "kernels": [{"kernel", "rows", "single", "depth", "bytes",
+    "operations", "unit", "bound_us", "bound_by"}]}, for calls with all rows, in the first state that the manifest lists
+    for a kernel. Kernels without a bound are left out."""
     limits, rows = limits_of(arch), []
     for entry in manifest["kernels"]:
         if not entry["states"]:
@@ -72,7 +72,7 @@ def of_artifact(manifest: Mapping, arch: str) -> dict:
 
 
 def words(limits: Mapping, source: str = "") -> str:
-    """Limits as data, for people. source: where the bandwidth comes from."""
+    """Limits as text. source: where the bandwidth comes from."""
     bandwidth, whose = limits["bandwidth"] / 1e9, f" ({source})" if source else ""
     rates = (f"{unit} {rate / 1e12:.1f}" for unit, rate in limits["rates"].items())
     at = f"{bandwidth:.4g} GB/s{whose}" if bandwidth else "bandwidth not known"
@@ -85,6 +85,6 @@ def code_arch(device, manifest: Mapping) -> str:
 
 
 def limits_on(device, manifest: Mapping, measured: float | None) -> Limits:
-    """Of an opened device. measured: bytes per second, which count where its product is not known."""
+    """The limits of an opened device. measured: bytes per second; used if its product is unknown."""
     found = limits_of(code_arch(device, manifest), device.name)
     return found if peak_bandwidth(device.name) or not measured else found._replace(bandwidth=measured)

@@ -1,7 +1,7 @@
-"""What the host does for one generated token besides waiting for the device: what `mlc-amd bench --profile-host` shows.
+"""The host's work for one generated token, without waiting for the device: for `mlc-amd bench --profile-host`.
 
-In: an engine. Out: microseconds of each part of a token's way, as data (`measure`) and as text (`text`). The way is the
-engine's own: a token id in, the device's step, the most probable next token, its text.
+In: an engine. Out: microseconds of each part of the work, as data (`measure`) and as text (`text`). The parts are those
+of the engine: a token id in, the device's step, the most probable next token, its text.
 """
 
 import time
@@ -12,7 +12,7 @@ from mlc_amd.tools.terminal import display
 
 
 class _Stopwatch:
-    """Stands in front of a device and adds up the seconds that its calls take, without what they wait."""
+    """Wraps a device. Adds up the seconds of its calls, without waiting."""
 
     def __init__(self, device):
         self.device, self.seconds = device, dict.fromkeys(("write", "run", "read"), 0.0)
@@ -32,8 +32,9 @@ class _Stopwatch:
 
 
 def measure(engine, tokens: int) -> dict[str, float]:
-    """Generates `tokens` tokens greedily from the engine's position; microseconds per token by part: engine (checks,
-    bookkeeping), write, run, read (the device's calls, without waiting), sampling, text; their total; and waiting."""
+    """Generates `tokens` tokens greedily from the engine's position. Returns microseconds per token by part: engine
+    (checks, bookkeeping), write, run, read (the device's calls, without waiting), sampling, text; their total; and
+    waiting."""
     sampler, stream, token, recent = Sampler(Sampling()), engine.tokenizer.stream(), 0, []
     decoding = sampling = text = 0.0
     device = engine.device
@@ -60,7 +61,7 @@ def measure(engine, tokens: int) -> dict[str, float]:
 
 
 def text(parts: dict[str, float]) -> str:
-    """`measure`'s result as a table."""
+    """The result of `measure` as a table."""
     what = {"write": "device.write", "run": "device.run", "read": "device.read", "waiting": "(waiting for the device)"}
     rows = [(what.get(name, name), f"{us:.1f}") for name, us in parts.items()]
     return display.table(("host, one token", "us"), rows, right=(1,))

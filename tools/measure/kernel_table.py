@@ -1,7 +1,7 @@
-"""The time of one step by kernel, which `mlc-amd bench --per-kernel` shows, and the memory traffic of launches.
+"""The time of one step by kernel, for `mlc-amd bench --per-kernel`, and the memory traffic of launches.
 
-In: an engine whose device can time kernels. Out: a table as data (`measure`), which JSON output holds, and as text
-(`text`). Bytes, operations and the shortest time that they can take are those of bounds.py.
+In: an engine whose device can time kernels. Out: a table as data for JSON output (`measure`), and as text (`text`).
+Bytes, operations and shortest possible times come from bounds.py.
 """
 
 from collections import defaultdict
@@ -17,23 +17,23 @@ ROUNDS = 7
 
 
 def decode_bytes(artifact, depth: float) -> float:
-    """Bytes that decoding one token reads when the cache holds `depth` tokens before it: weights, keys and values."""
+    """Bytes that decoding one token reads if the cache has `depth` tokens before it: weights, keys and values."""
     costs = {entry["name"]: entry for entry in artifact.manifest["kernels"]}
     launches = artifact.manifest["functions"]["decode"]["launches"]
     return sum(traffic(costs[launch["kernel"]], 1, depth) for launch in launches)
 
 
 def measure(engine, ids, limits: Limits, rounds: int = ROUNDS) -> dict[str, Any]:
-    """Times the kernels of the first step of `engine.prefill(ids)`, at the engine's position, which stays. limits: of
-    the device. rounds: timings of the step, of which each launch takes its median. Returns function, tokens, depth,
-    `limits`, `kernels` (each a dict: kernel, calls, us of one call, share of the kernels' time, gbps, tops, bound_us,
-    bound_by, and bound_share, the bound as a share of the time; None where there is nothing to tell), and over all
-    launches: launches, kernels_us, gaps_us, gap_us (the mean gap). UserError if the device cannot time kernels."""
+    """Times the kernels of the first step of `engine.prefill(ids)` at the engine's position, which does not change.
+    limits: of the device. rounds: number of timings; each launch gets its median. Returns function, tokens, depth,
+    `limits`, `kernels` (for each: kernel, calls, us of one call, share of the kernels' time, gbps, tops, bound_us,
+    bound_by, and bound_share, the bound as a share of the time; None where unknown), and over all launches: launches,
+    kernels_us, gaps_us, gap_us (the mean gap). Raises UserError if the device cannot time kernels."""
     found = [engine.time(ids) for _ in range(rounds)]
     name, tokens, steps = found[0]
     seconds = np.median([[step[1:] for step in timed] for _, _, timed in found], axis=0)  # [steps, (kernel, gap)]
     total, gaps = (float(s) for s in seconds.sum(axis=0))
-    spent: dict[str, float] = defaultdict(float)  # a kernel's call may be several steps
+    spent: dict[str, float] = defaultdict(float)  # a call of a kernel may be several steps
     for (kernel, *_), (took, _) in zip(steps, seconds, strict=True):
         spent[kernel] += float(took)
     manifest, rows = engine.artifact.manifest, []
@@ -61,7 +61,8 @@ def measure(engine, ids, limits: Limits, rounds: int = ROUNDS) -> dict[str, Any]
 
 
 def text(found: dict, source: str) -> str:
-    """`measure`'s result as a table. source: where the bandwidth of bounds comes from, such as "H200" or "copy"."""
+    """The result of `measure` as a table. source: where the bandwidth of bounds comes from, such as "H200" or
+    "copy"."""
 
     def number(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)

@@ -1,10 +1,10 @@
-"""The power that a device takes while it runs, for `mlc-amd bench`.
+"""Measures the power of a device while it runs, for `mlc-amd bench`.
 
-In: which device runs, and the sensors of this machine: files below /sys, or NVIDIA's management library (NVML). Out:
-`sensors` lists those of a device; a `Meter` reads them in a thread while its `with` block runs, and then has the mean
+In: the running device, and this machine's sensors: files below /sys, or NVIDIA's management library (NVML). Out:
+`sensors` lists the sensors of a device. A `Meter` reads them in a thread during its `with` block, and then has the mean
 power in watts and the energy in joules.
 
-A sensor tells either power, averaged by the device over some time, or energy since some time in the past.
+A sensor reports either power, averaged by the device over some time, or a counter of energy.
 """
 
 import ctypes
@@ -20,19 +20,19 @@ from typing import Any
 SYS = Path("/sys")
 NVML = "libnvidia-ml.so.1"
 INTERVAL = 0.05  # seconds between two readings
-# Seconds that a reading of power may look back: NVML documents 1 s for most GPUs, AMD documents nothing.
+# How many seconds before a reading its power may be averaged over: NVML documents 1 s for most GPUs, AMD nothing.
 LAG = 1.0
-LEAST = 2 * LAG  # seconds that a measurement takes at least
+LEAST = 2 * LAG  # shortest measurement in seconds
 
 
 class NoSensor(Exception):
-    """Nothing tells the power of a device; the message says why, and what to do."""
+    """The device has no sensor of power. The message says why, and what to do."""
 
 
 @dataclass(frozen=True)
 class Sensor:
-    """name: for people; read: watts, or joules of a counter (OSError when that fails); counter: whether it counts
-    energy; range: joules after which a counter begins again at 0, None if it does not."""
+    """name: for people. read: returns watts, or for a counter joules; raises OSError if it fails. counter: whether it
+    counts energy. range: joules after which a counter begins again at 0, None if it does not."""
 
     name: str
     read: Callable[[], float]
@@ -42,8 +42,8 @@ class Sensor:
 
 @dataclass(frozen=True)
 class _Files:
-    """A kind of sensor that Linux shows as files. device: "gpu" or "cpu"; pattern: of the files below /sys; begins: the
-    beginning of the name in the file `name` beside it; range: a file beside it with the largest value of a counter,
+    """A kind of sensor that Linux shows as files. device: "gpu" or "cpu". pattern: of the files below /sys. begins: the
+    beginning of the name in the file `name` next to it. range: a file next to it with the largest value of a counter,
     None for power. All values are in microwatts or microjoules."""
 
     device: str
@@ -52,15 +52,16 @@ class _Files:
     range: str | None = None
 
 
-# Of each device, the first kind that can be read is used. Sources: docs.kernel.org, "amdgpu: hwmon" and "Power Capping
-# Framework". amdgpu has one of its two files or both, depending on the GPU. A CPU's packages are without memory; other
-# zones are parts of them.
+# For each device, the first kind that can be read is used. Sources: docs.kernel.org, "amdgpu: hwmon" and "Power Capping
+# Framework". amdgpu has one of its two files or both, depending on the GPU. A CPU's packages do not include memory; the
+# other zones are parts of them.
 _KINDS = (
     _Files("gpu", "bus/pci/devices/{pci}/hwmon/hwmon*/power1_average"),
     _Files("gpu", "bus/pci/devices/{pci}/hwmon/hwmon*/power1_input"),
     _Files("cpu", "class/powercap/intel-rapl:*/energy_uj", "package-", "max_energy_range_uj"),
 )
-# NVML's functions (nvml.h), in order of preference: type of the result, its unit in joules or watts, counter
+# NVML's functions (nvml.h), in order of preference: type of the result, its unit in joules or watts, whether it is a
+# counter
 _NVML: dict[str, tuple[Any, float, bool]] = {
     "nvmlDeviceGetTotalEnergyConsumption": (ctypes.c_ulonglong, 1e-3, True),
     "nvmlDeviceGetPowerUsage": (ctypes.c_uint, 1e-3, False),
@@ -68,8 +69,9 @@ _NVML: dict[str, tuple[Any, float, bool]] = {
 
 
 def sensors(device, root: Path = SYS, nvml: str = NVML) -> list[Sensor]:
-    """The sensors of a device of runtime/devices: their sum is its power. A GPU's is found by its PCI address. NoSensor
-    if there are none, or this user may not read them. root: what is mounted at /sys; nvml: the library's name."""
+    """The sensors of a device of runtime/devices; their sum is its power. A GPU's sensors are found by its PCI address.
+    Raises NoSensor if there are none, or if this user may not read them. root: what is mounted at /sys. nvml: the
+    library's name."""
     if hasattr(device, "stages"):  # several GPUs
         several = {one.gpu.pci: one for one in device.stages}
         return [sensor for one in several.values() for sensor in sensors(one, root, nvml)]
@@ -83,7 +85,7 @@ def sensors(device, root: Path = SYS, nvml: str = NVML) -> list[Sensor]:
             found = [_of_file(kind, file) for file in files]
         except PermissionError as e:
             raise NoSensor(f"no permission on {files[0]}; run as root, or: sudo chmod o+r {files[0]}") from e
-        except OSError:  # amdgpu has files whose value some GPUs do not have
+        except OSError:  # some GPUs have no value for this file of amdgpu
             continue
         if found:
             return found
@@ -98,13 +100,13 @@ def sensors(device, root: Path = SYS, nvml: str = NVML) -> list[Sensor]:
 
 
 def _name(file: Path) -> str:
-    """What a sensor calls itself, in the file `name` beside it."""
+    """A sensor's own name, from the file `name` next to it."""
     label = file.with_name("name")
     return label.read_text().strip() if label.exists() else ""
 
 
 def _of_file(kind: _Files, file: Path) -> Sensor:
-    """OSError for a file that cannot be read."""
+    """The sensor of a file. Raises OSError if it cannot be read."""
 
     def read(path: Path = file) -> float:
         return int(path.read_text()) * 1e-6
@@ -115,7 +117,7 @@ def _of_file(kind: _Files, file: Path) -> Sensor:
 
 
 def _of_nvml(pci: str, library: str) -> Sensor | None:
-    """The first of NVML's functions that works for a GPU; None without any. NVML stays open."""
+    """A GPU's sensor, by the first of NVML's functions that works; None if none does. NVML stays open."""
     try:
         functions = ctypes.CDLL(library)
     except OSError:
@@ -140,13 +142,13 @@ def _read_nvml(function: Any, gpu: ctypes.c_void_p, kind: Any, unit: float) -> f
     return value.value * unit
 
 
-Reading = tuple[float, float]  # seconds on some clock, what a sensor told
+Reading = tuple[float, float]  # seconds on some clock, the sensor's value
 
 
 def mean_power(sensor: Sensor, readings: Sequence[Reading]) -> float | None:
-    """Watts over the readings, in order of time; None for too few of them. Of a counter: the differences of all
-    readings, since it may begin again at 0 in between. Of power: the mean of the readings that do not look back to the
-    time before the first."""
+    """Watts over the readings, which are in order of time; None if there are too few. A counter: from the differences
+    of all readings, as it may begin again at 0 in between. Power: the mean of the readings that are not averaged over
+    time before the first one."""
     if len(readings) < 2 or readings[-1][0] <= readings[0][0]:
         return None
     start, end = readings[0][0], readings[-1][0]
@@ -158,8 +160,8 @@ def mean_power(sensor: Sensor, readings: Sequence[Reading]) -> float | None:
 
 
 class Meter:
-    """Reads sensors while a `with` block runs; without sensors it does nothing. watts: the mean of the sensors' sum,
-    None before the end and where they told too little; seconds: the block's."""
+    """Reads sensors during a `with` block; without sensors it does nothing. watts: the mean of the sensors' sum; None
+    before the end, and if there were too few readings. seconds: duration of the block."""
 
     def __init__(self, sensors: Sequence[Sensor]):
         self._readings: list[tuple[Sensor, list[Reading]]] = [(sensor, []) for sensor in sensors]
@@ -187,7 +189,7 @@ class Meter:
 
     @property
     def satisfied(self) -> bool:
-        """Whether the block ran long enough for the sensors."""
+        """Whether the block was long enough for the sensors."""
         return not self._readings or time.perf_counter() - self._start >= LEAST
 
     @property
@@ -202,6 +204,6 @@ class Meter:
         for sensor, readings in self._readings:
             try:
                 value = sensor.read()
-            except OSError:  # a reading that fails, as when a GPU changes its state, is left out
+            except OSError:  # a failed reading is left out, for example when a GPU changes its state
                 continue
             readings.append((time.perf_counter(), value))

@@ -1,4 +1,4 @@
-"""Tables of a model's tasks, and a plot of how tuning went."""
+"""Tables of a model's tuning tasks, and a plot of the progress of tuning."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools.terminal import display
 
 FORMATS = (".svg", ".png", ".pdf")
-PLOTTED = 12  # tasks, those with the largest share of the time
+PLOTTED = 12  # limit of plotted tasks: those with the largest share of the time
 
 
 def listing(shape: str, found: list[TaskRow]) -> str:
-    """`tune --list`."""
+    """The text of `tune --list`."""
     header = ("kernel", "per step", "per 512 tokens", "share", "default us", "best us", "plans", "measured")
     cells = []
     for row in found:
@@ -29,13 +29,13 @@ def listing(shape: str, found: list[TaskRow]) -> str:
 
 
 def _calls(row: TaskRow, *kinds: str) -> str:
-    """In functions whose names begin so: "32 32 (8)"."""
+    """The calls in functions whose names begin with one of `kinds`: "32 32 (8)"."""
     counts = {name: count for name, count in row.task.calls.items() if name.startswith(kinds)}
     return " ".join(f"{count:g}{''.join(f' ({m})' for m in name.split('_')[1:])}" for name, count in counts.items())
 
 
 def table(shape: str, found: list[TaskRow]) -> str:
-    """`tune --report`."""
+    """The text of `tune --report`."""
     header = (
         "kernel", "share", "default us", "best us", "gain", "roofline us", "GB/s", "TFLOP/s", "of roofline",
         "measured", "checked", "plan",
@@ -70,15 +70,15 @@ def _us(seconds: float | None) -> str:
 
 
 def check_output(path: Path) -> None:
-    """UserError for a plot that cannot be made: before the work."""
+    """Raises UserError for a plot that cannot be made, before the work for it."""
     if path.suffix.lower() not in FORMATS:
         raise UserError(f"{path}: the plot's name must end with one of {', '.join(FORMATS)}")
     extras.require("matplotlib")
 
 
 def plot(shape: str, found: list[TaskRow], path: Path) -> None:
-    """Draws, for the tasks with the largest share, the best time so far over the measurements, the default and the
-    roofline. UserError without measurements, or without matplotlib."""
+    """Plots, for the tasks with the largest share of the time, the best time so far against the number of measurements,
+    the default and the roofline. Raises UserError without measurements, or without matplotlib."""
     check_output(path)
     shown = [row for row in found if any(record.seconds for record in row.history)][:PLOTTED]
     if not shown:

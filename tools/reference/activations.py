@@ -1,26 +1,25 @@
-"""Rows of numbers between kernels: read from the layouts in which kernels hand them over (compiler/ops.py: LAYOUTS),
-and written in them.
+"""Reads and writes rows of numbers in the layouts in which kernels pass them to one another (compiler/ops.py: LAYOUTS):
 
-    ""       float32 [m, k]
-    "pairs"  float16 [m, k] in another order of columns within a block: schedules/gpu/base/quantize.py
-    "lanes:g"  float16 [tiles of 8 rows, groups of g blocks, 4 runs, 8 rows, g blocks, 8 columns], the last four in one
-             dimension: there, too. Rows and columns that fill up a tile or a group are read, too
-    "rows"   A int8 [m, blocks, 32], S float32 [m, blocks, 4]: schedules/gpu/base/quantize.py
-    "tiles"  A int8 [tiles, blocks, p, 32], S float32 [tiles, blocks, 8, p]: schedules/cpu/linear/quantize.py
+""       float32 [m, k]
+"pairs"  float16 [m, k], with another order of columns within a block: schedules/gpu/base/quantize.py
+"lanes:g"  float16 [tiles of 8 rows, groups of g blocks, 4 runs, 8 rows, g blocks, 8 columns], the last four in one
+         dimension: schedules/gpu/base/quantize.py. Padding rows and columns of a tile or group are read, too
+"rows"   A int8 [m, blocks, 32], S float32 [m, blocks, 4]: schedules/gpu/base/quantize.py
+"tiles"  A int8 [tiles, blocks, p, 32], S float32 [tiles, blocks, 8, p]: schedules/cpu/linear/quantize.py
 """
 
 import numpy as np
 
 BLOCK = 32
-# The columns of a block as "pairs" stores them: runs of eight, of which run j has 4*j .. 4*j + 3 and those 16 columns
-# later.
+# The order in which "pairs" stores the columns of a block: runs of eight; run j has columns 4*j .. 4*j + 3 and the
+# columns 16 after these.
 PAIRS = np.array([4 * j + 16 * (i // 2 % 2) + 2 * (i % 2) + i // 4 for j in range(4) for i in range(8)])
 HALF_MAX = 65504.0
 
 
 def quantized(a: np.ndarray, s: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(q int32 [m, blocks, 32], d float32 [m, blocks], d times the sums of q, of its first and its last half
-    [m, blocks, 3]) of either layout."""
+    """(q int32 [m, blocks, 32], d float32 [m, blocks], [m, blocks, 3]: d times the sums of q, of its first half and of
+    its last half), from either int8 layout."""
     if a.ndim == 4:
         tiles, blocks, p, _ = a.shape
         a = a.transpose(0, 2, 1, 3).reshape(tiles * p, blocks, BLOCK)
@@ -29,8 +28,7 @@ def quantized(a: np.ndarray, s: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def read(layout: str, arrays: dict[str, np.ndarray], suffix: str = "", rows: np.ndarray | None = None) -> np.ndarray:
-    """These rows (None: all) as float32 [rows, k], from the parameters A and S, H, or X or Y or O, whichever there
-    are."""
+    """Rows (None: all) as float32 [rows, k], from the parameters A and S, or H, or X, Y or O, whichever exist."""
     if layout.partition(":")[0] in ("rows", "tiles"):
         a, s = arrays["A" + suffix], arrays["S" + suffix]
         if rows is not None and a.ndim == 3:
@@ -55,7 +53,7 @@ def read(layout: str, arrays: dict[str, np.ndarray], suffix: str = "", rows: np.
 
 
 def _blocks(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(q int8 [m, blocks, 32], d float32 [m, blocks]) of x [m, k]."""
+    """x [m, k] as int8 blocks: (q int8 [m, blocks, 32], d float32 [m, blocks])."""
     blocks = x.reshape(len(x), -1, BLOCK).astype(np.float32)
     d = np.abs(blocks).max(-1) / np.float32(127)
     q = np.rint(np.divide(blocks, d[..., None], out=np.zeros_like(blocks), where=d[..., None] > 1e-32))
@@ -63,14 +61,14 @@ def _blocks(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """x [m, k] as int8 blocks hold it, float32."""
+    """x [m, k] after rounding to int8 blocks, float32."""
     q, d = _blocks(x)
     return (q * d[..., None]).reshape(x.shape)
 
 
 def write(layout: str, x: np.ndarray, arrays: dict[str, np.ndarray], suffix: str, rows: np.ndarray) -> None:
-    """Writes x [len(rows), k] to these rows of the parameters A and S; of S the scales, which is all that `read`
-    needs."""
+    """Writes x [len(rows), k] to these rows of the parameters A and S. Of S only the scales are written; `read` needs
+    no more."""
     name, _, number = layout.partition(":")
     q, d = _blocks(x)
     if name == "rows":
@@ -82,7 +80,7 @@ def write(layout: str, x: np.ndarray, arrays: dict[str, np.ndarray], suffix: str
 
 
 def in_layout(layout: str, x: np.ndarray) -> np.ndarray:
-    """x [m, k] as the one array of the layouts "", "pairs" and "lanes"."""
+    """x [m, k] in the layouts that have one array: "", "pairs" and "lanes"."""
     if layout == "":
         return x.astype(np.float32)
     x = np.clip(x, -HALF_MAX, HALF_MAX).astype(np.float16)

@@ -1,22 +1,23 @@
-"""Attention and RoPE in float64, as `schedules.operators.attention` describes them, and the layouts of the KV cache."""
+"""Attention and RoPE in float64, as specified in `schedules.operators.attention`; and the layouts of the KV cache."""
 
 import numpy as np
 
 from mlc_amd.runtime.cache.kv_types import CODES
 from mlc_amd.schedules.operators.attention import KV_BLOCK, PAGE
 
-CACHES = ("Kc", "Vc", "Ks", "Vs")  # parameters of kernels
-STORED = {"int8": CODES["q8_0"], "uint8": CODES["q4_0"]}  # by the dtype of keys or values; others are float16
+CACHES = ("Kc", "Vc", "Ks", "Vs")  # names of kernels' parameters
+# codes by the dtype of keys or values; other dtypes are float16
+STORED = {"int8": CODES["q8_0"], "uint8": CODES["q4_0"]}
 
 
 def attention_reference(layer, q, k, v, position, sinks=None, image=0):
-    """q [rows, heads, d], in natural units; k, v [kv_heads, keys, d], of all positions; position: of the first row,
-    which others follow, or of each row; sinks [heads]; image: positions below it are seen by all rows: [rows, heads *
-    d], all float64."""
+    """Attention, float64 [rows, heads * d]. q: [rows, heads, d], in natural units. k, v: [kv_heads, keys, d], of all
+    positions. position: of the first row, if rows are consecutive, or of each row. sinks: [heads]. image: all rows
+    attend to the positions below this one."""
     rows, heads = len(q), layer.kv_heads
 
     def of_head(x):
-        """[kv_heads, rows, group, ..] as [kv_heads, rows * group, ..]: what one product of matrices takes."""
+        """[kv_heads, rows, group, ..] as [kv_heads, rows * group, ..], for one product of matrices."""
         return x.reshape(heads, -1, x.shape[-1])
 
     q = q.reshape(rows, heads, -1, layer.d).transpose(1, 0, 2, 3)
@@ -39,14 +40,14 @@ def attention_reference(layer, q, k, v, position, sinks=None, image=0):
 
 
 def first_seen(layer, position):
-    """The first key that a row at `position` sees."""
+    """The first key to which a row at `position` attends."""
     if layer.chunk:
         return position // layer.chunk * layer.chunk
     return max(0, position + 1 - layer.window) if layer.window else 0
 
 
 def rope_reference(x, cs, rope, weight):
-    """x [rows, heads, d], cs [rows, rotary] as in the kernel's table: the heads normalized and rotated, in float64."""
+    """The normalized and rotated heads, float64. x: [rows, heads, d]. cs: [rows, rotary], as in the kernel's table."""
     x, cs, half = x.astype(np.float64), cs.astype(np.float64)[:, None], rope.rotary // 2
     if rope.eps is not None and not rope.norm_after:
         x = _normalized(x, rope.eps) * weight
@@ -59,13 +60,13 @@ def rope_reference(x, cs, rope, weight):
 
 
 def value_reference(v, rope):
-    """v [rows, heads, d]: the values that the cache gets, in float64."""
+    """The values for the cache, float64. v: [rows, heads, d]."""
     v = v.astype(np.float64)
     return _normalized(v, rope.eps) if rope.value_norm else v
 
 
 def multiplied(x, size):
-    """x [.., d], each `size` columns times a Hadamard matrix / sqrt(size), in float64; 0: x."""
+    """x [.., d], with each `size` columns multiplied by a Hadamard matrix / sqrt(size), float64. size 0: x."""
     step, y = 1, x.astype(np.float64)
     while step < size:
         y = y.reshape(*x.shape[:-1], -1, 2, step)
@@ -78,39 +79,38 @@ def _normalized(x, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
 
 
-# ---- the KV cache: layouts of schedules/cpu/attention/cache.py ("cpu") and schedules/gpu/attention/cache.py ("gpu"),
-# page by page
+# ---- the KV cache, page by page: layouts of schedules/cpu/attention/cache.py ("cpu") and
+# schedules/gpu/attention/cache.py ("gpu")
 
 
 def keys_of(layout, Kc):
-    """[pages, kv_heads, PAGE, width], keys in the order of their positions, float16 or codes: a view where the layout
-    allows one."""
-    if Kc.ndim == 4:  # of latent attention on the CPU: [pages, 1, PAGE, width]
+    """Keys in the order of their positions: [pages, kv_heads, PAGE, width], float16 or codes. A view if the layout
+    allows it."""
+    if Kc.ndim == 4:  # latent attention on the CPU: [pages, 1, PAGE, width]
         return Kc
     pages, heads = Kc.shape[:2]
     if layout == "cpu":  # [pages, kv_heads, 4, width, 16]
         return _columns(Kc.transpose(0, 1, 2, 4, 3).reshape(pages, heads, PAGE, -1), _BLOCKS)
-    # [pages, kv_heads, 2, width/8, 32, 8], of codes [.., width/16, 32, 16] or [.., width/8, 32, 4]
+    # [pages, kv_heads, 2, width/8, 32, 8]; codes: [.., width/16, 32, 16] or [.., width/8, 32, 4]
     return _columns(Kc.transpose(0, 1, 2, 4, 3, 5).reshape(pages, heads, PAGE, -1), _UNITS)
 
 
 def values_of(layout, Vc):
-    """As `keys_of`."""
+    """Values, in the form of `keys_of`."""
     if layout == "cpu":  # [pages, kv_heads, PAGE, width]
         return _columns(Vc, _BLOCKS)
-    # [pages, kv_heads, 8, width, 8], of codes [.., 4, width, 16]
+    # [pages, kv_heads, 8, width, 8]; codes: [.., 4, width, 16]
     return _columns(Vc.transpose(0, 1, 2, 4, 3).reshape(*Vc.shape[:2], PAGE, -1), _NEIGHBOURS)
 
 
-# Of bytes with two codes of 4 bits: the columns of some that follow one another, in the order of their lower and upper
-# halves
+# For bytes with two 4-bit codes: the columns of consecutive bytes, in the order (lower half, upper half) of each byte
 _BLOCKS = np.arange(32).reshape(2, 16).T
 _UNITS = np.array([[0, 2], [4, 6], [1, 3], [5, 7]])
 _NEIGHBOURS = np.array([[0, 1]])
 
 
 def _columns(x, order):
-    """Codes [.., d] of bytes [.., d/2] that have two each; others as they are."""
+    """Codes [.., d] from bytes [.., d/2] with two codes each. Other arrays are returned unchanged."""
     if x.dtype != np.uint8:
         return x
     codes = np.stack([x & 15, x >> 4], -1).reshape(*x.shape[:-1], -1, order.size)
@@ -118,7 +118,7 @@ def _columns(x, order):
 
 
 def _bytes(x, order, dtype):
-    """The inverse of `_columns`, if dtype is uint8."""
+    """The inverse of `_columns` if dtype is uint8; otherwise x."""
     if np.dtype(dtype) != np.uint8:
         return x
     codes = (x - STORED["uint8"].lowest).astype(np.uint8).reshape(*x.shape[:-1], -1, order.size)
@@ -127,7 +127,7 @@ def _bytes(x, order, dtype):
 
 
 def packed_keys(layout, k, dtype):
-    """Kc of that dtype of keys [pages, kv_heads, PAGE, width], or of their codes: the inverse of `keys_of`."""
+    """Kc, of this dtype, for keys (or their codes) [pages, kv_heads, PAGE, width]: the inverse of `keys_of`."""
     k = _bytes(k, _BLOCKS if layout == "cpu" else _UNITS, dtype)
     pages, heads, _, width = k.shape
     if layout == "cpu":
@@ -137,7 +137,7 @@ def packed_keys(layout, k, dtype):
 
 
 def packed_values(layout, v, dtype):
-    """Vc, likewise."""
+    """Vc, of this dtype, for values: the inverse of `values_of`."""
     v = _bytes(v, _BLOCKS if layout == "cpu" else _NEIGHBOURS, dtype)
     if layout == "cpu":
         return v
@@ -146,8 +146,8 @@ def packed_values(layout, v, dtype):
 
 
 def quantized(x, codes=CODES["q8_0"]):
-    """(codes, scales) of elements [.., d] of a cache, as `Attention.quantized` has them: int8 [.., d], float16 [..,
-    d/KV_BLOCK]."""
+    """(codes int8 [.., d], scales float16 [.., d/KV_BLOCK]) of elements [.., d] of a cache, as `Attention.quantized`
+    specifies."""
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // KV_BLOCK, KV_BLOCK).astype(np.float64)
     largest = np.abs(blocks).max(-1)
     if codes.lowest != -codes.highest:
@@ -166,13 +166,13 @@ def quantized(x, codes=CODES["q8_0"]):
 
 
 def as_stored(x, codes=CODES["q8_0"]):
-    """Elements as a cache of these codes has them, float32."""
+    """Elements after they were stored with these codes, float32."""
     found, scales = quantized(x, codes)
     return found * np.repeat(scales.astype(np.float32), KV_BLOCK, -1)
 
 
 def caches_of(layout, layer, k, v) -> dict[str, np.ndarray]:
-    """The parameters of a layer's cache with keys and values [pages, kv_heads, PAGE, width]: the inverse of
+    """The parameters of a layer's cache, for keys and values [pages, kv_heads, PAGE, width]: the inverse of
     `pools_of`."""
     found = {}
     parts = (("Kc", "Ks", k, layer.key_codes, packed_keys), ("Vc", "Vs", v, layer.value_codes, packed_values))
@@ -186,7 +186,8 @@ def caches_of(layout, layer, k, v) -> dict[str, np.ndarray]:
 
 
 def pools_of(layout, caches):
-    """(keys, values) [pages, kv_heads, PAGE, width] of the parameters CACHES, by name. Without Vc values are keys."""
+    """(keys, values), [pages, kv_heads, PAGE, width], from the parameters CACHES by name. If there is no Vc, the values
+    are the keys."""
     pools = [keys_of(layout, caches["Kc"])] + ([values_of(layout, caches["Vc"])] if "Vc" in caches else [])
     for i, name in enumerate(("Ks", "Vs")):
         if name in caches:  # [pages, kv_heads, d/KV_BLOCK, PAGE]
@@ -196,8 +197,8 @@ def pools_of(layout, caches):
 
 
 def stored(layout, caches, places, k, v) -> dict[str, np.ndarray]:
-    """Copies of the caches, by parameter, with k and v [rows, kv_heads, d] in these places, (page, key in the page) of
-    the rows. v: None without Vc."""
+    """Copies of the caches, by parameter, in which k and v [rows, kv_heads, d] are stored. places: (page, key in the
+    page) of the rows. v: None if there is no Vc."""
     (page, key), found = places, {}
     parts = (("Kc", "Ks", k, keys_of, packed_keys), ("Vc", "Vs", v, values_of, packed_values))
     for name, scales, rows, read, write in parts[: len(parts) if v is not None else 1]:
@@ -211,12 +212,12 @@ def stored(layout, caches, places, k, v) -> dict[str, np.ndarray]:
 
 
 def places_of(pages, positions, slots):
-    """(page, key in the page) of the rows' own keys; pages: the page tables."""
+    """(page, key in the page) where the rows' own keys are stored. pages: the page tables."""
     return pages[slots, positions // PAGE], positions % PAGE
 
 
 def of_slot(pooled, pages, slot, end):
-    """Keys or values [kv_heads, at least `end`, width] of the positions of a slot, of those [pages, kv_heads, PAGE,
-    width] of all pages."""
+    """Keys or values of a slot, [kv_heads, at least `end`, width], in the order of positions. pooled: of all pages,
+    [pages, kv_heads, PAGE, width]."""
     mine = pooled[pages[slot, : -(-end // PAGE)]]
     return mine.transpose(1, 0, 2, 3).reshape(pooled.shape[1], -1, pooled.shape[3])

@@ -1,4 +1,4 @@
-"""A call of an operator, and what it gives: what the references of all operators take and return."""
+"""`Case`, a call of an operator, and `Result`, its result: the argument and the return values of all references."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,8 +14,8 @@ from mlc_amd.tools.reference import activations, weights
 
 @dataclass(frozen=True)
 class Result:
-    """value: of the given rows and columns (None: the first ones, as many as it has) of an output; of all of it, where
-    rows is None."""
+    """value: of the given rows and columns of an output (None: of its first ones, as many as `value` has); of the whole
+    output if rows is None."""
 
     value: np.ndarray
     rows: np.ndarray | None = None
@@ -24,9 +24,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Case:
-    """op: an Operator; arrays: its kernel's parameters by name, before the call. layout: of weights and caches, "cpu"
-    or "gpu". rows: which rows are wanted, live ones or used slots (`wanted_rows` has all). pick(n): which of n columns.
-    decoded: keeps whole matrices as numbers between calls; None: does not."""
+    """op: an Operator. arrays: the parameters of its kernel by name, before the call. layout: of weights and caches,
+    "cpu" or "gpu". rows: the wanted rows: live rows or used slots (`wanted_rows` returns all). pick(n): the wanted ones
+    of n columns. decoded: keeps decoded matrices between calls; None: they are not kept."""
 
     op: Any
     arrays: dict[str, np.ndarray]
@@ -41,7 +41,7 @@ class Case:
 
     @property
     def single(self) -> int:
-        """Single rows."""
+        """The number of single rows."""
         return min(int(self.arrays["state"][0]), self.live)
 
     def places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -56,7 +56,7 @@ class Case:
         return x[:, : self.op.k] if kind_of(layout) == "lanes" else x
 
     def matrix(self, prefix: str, fmt: str, rows: np.ndarray) -> np.ndarray:
-        """Rows of a packed matrix whose planes' names have this prefix."""
+        """Rows of the packed matrix whose planes' names have this prefix, as numbers."""
         planes = {name.removeprefix(prefix): array for name, array in self.arrays.items() if name.startswith(prefix)}
         if self.decoded is None:
             return weights.rows_of(self.layout, fmt, planes, rows)
@@ -68,7 +68,7 @@ class Case:
 
 
 def live_rows(op: Operator, arrays: dict[str, np.ndarray]) -> int:
-    """Of the call of a kernel with these parameters."""
+    """The number of live rows in a call with these parameters."""
     return min(int(arrays["state"][1]), op.m)
 
 

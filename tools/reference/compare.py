@@ -1,8 +1,8 @@
-"""A kernel's results against those of operators.py: how far they are off, and whether that is too far.
+"""Compares a kernel's results with those of operators.py. Out: the difference, and whether it is too large.
 
-Differences of numbers count as shares of the largest expected one. Kernels round: weights and activations of matrix
-units and probabilities of attention to float16, keys and values too; sums come in another order. Int8 activations are
-compared as the numbers that they stand for, beyond the half step that rounding takes.
+Differences of numbers are shares of the largest expected number. Kernels round: weights and activations of matrix
+units, probabilities of attention, keys and values to float16; and they add in another order. Int8 activations are
+compared as the numbers that they represent, after half a step is subtracted for rounding.
 """
 
 from dataclasses import replace
@@ -17,26 +17,26 @@ from mlc_amd.schedules.operators.layouts import kind_of
 from mlc_amd.tools.reference import activations
 from mlc_amd.tools.reference.case import Result
 
-# What may differ, as a share of the largest number: about four times what is seen on CPUs, Mesa's CPU driver and an
-# NVIDIA GPU. A wrong index, scale or constant changes much more.
+# Allowed difference as a share of the largest number: about four times the differences observed on CPUs, Mesa's CPU
+# driver and an NVIDIA GPU. A wrong index, scale or constant causes much larger differences.
 TOLERANCE = 4e-3
-CACHE = 1e-3  # of float16 keys and values
+CACHE = 1e-3  # the same for float16 keys and values
 
 
 def difference(
     op: Operator, params: list[dict], found: dict, expected: dict[str, Result], int8: bool = False
 ) -> tuple[float, str]:
-    """(the largest difference as a share of what is allowed, what is wrong in words or ""). params: the kernel's, as in
-    the manifest; found: its outputs and caches by name, as arrays; int8: whether its plan makes activations int8."""
+    """(largest difference as a share of the tolerance, description of an error or ""). params: of the kernel, as in the
+    manifest. found: its outputs and caches by name, as arrays. int8: whether its plan converts activations to int8."""
     worst, wrong, names = 0.0, "", {param["name"] for param in params}
     for param in params:
         name = param["name"]
         if param["role"] not in WRITTEN or (name[0] == "S" and "A" + name[1:] in names):
             continue
         suffix = name[1:]
-        with np.errstate(invalid="ignore", over="ignore"):  # a wrong kernel may give anything
+        with np.errstate(invalid="ignore", over="ignore"):  # results of a wrong kernel may be any numbers
             if param["dtype"] in CODES and param["role"] == "cache":
-                # One step apart where a number is rounded to the other side.
+                # The codes differ by one step where a number is rounded to the other side.
                 share, why = steps_apart(found[name], expected[name].value) if name in expected else 0.0, ""
             elif param["dtype"] == "int8":
                 share, why = _int8(found[name], found["S" + suffix], expected[""])
@@ -51,7 +51,7 @@ def difference(
 
 
 def expected_of(param: dict, expected: dict[str, Result]) -> Result | None:
-    """The result of an output, a cache or states; None where the operator does not write it."""
+    """The expected result for an output, a cache or states; None if the operator does not write it."""
     return expected.get(param["name"]) or (expected.get("") if param["role"] == "output" else None)
 
 
@@ -68,7 +68,8 @@ def _numbers(param: dict, array: np.ndarray, wanted: Result, layout: str, int8: 
         apart = int((found != expected).sum())
         return (np.inf, f"{apart} of {expected.size} numbers are wrong") if apart else (0.0, "")
     pattern = np.full(found.itemsize, SIGNATURE, np.uint8).view(found.dtype)
-    if param["role"] == "output" and (found == pattern).mean() > 0.01:  # more is left of it than chance explains
+    # more of the pattern is left than chance explains
+    if param["role"] == "output" and (found == pattern).mean() > 0.01:
         return np.inf, "it is not written everywhere"
     return _share(found, expected, CACHE if param["role"] == "cache" else INT8 if int8 else TOLERANCE)
 

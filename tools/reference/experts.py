@@ -1,7 +1,7 @@
-"""A mixture of experts: the router, the order of rows by expert, gate/up and down of one expert; and activations.
+"""The computations of a mixture of experts: the router, the order of rows by expert, gate/up and down of one expert;
+and activation functions.
 
-Arrays are float64 or int; nothing here knows how kernels lay out slots, except `order`, which follows the description
-in schedules/operators/experts.py.
+Arrays are float64 or int. Only `order` depends on the layout of slots; it follows schedules/operators/experts.py.
 """
 
 import math
@@ -26,7 +26,7 @@ PROBABILITIES = {"softmax": softmax, "sigmoid": sigmoid, "softmax_used": lambda 
 
 
 def route(logits, used, gating, normalize=False, scale=1.0, bias=None, factors=None, groups=1, groups_used=1):
-    """(ids [m, used], weights [m, used]) of logits [m, experts]."""
+    """(ids [m, used], weights [m, used]) for logits [m, experts]."""
     probabilities = PROBABILITIES[gating](logits.astype(np.float64))
     scores = probabilities if bias is None else probabilities + bias
     if groups > 1:
@@ -45,8 +45,9 @@ def route(logits, used, gating, normalize=False, scale=1.0, bias=None, factors=N
 
 
 def order(ids, count, tile, tiles):
-    """(slots [rows, used], pairs [tiles * tile], expert of each tile [tiles], first tile of each expert and the number
-    of used ones [count + 1], pairs of each expert [count]) of the live rows' ids [rows, used]."""
+    """Sorts rows by expert. ids: experts of the live rows, [rows, used]. Returns (slots [rows, used], pairs [tiles *
+    tile], expert of each tile [tiles], first tile of each expert, then the number of used tiles [count + 1], number of
+    pairs of each expert [count])."""
     numbers = np.bincount(ids.ravel(), minlength=count)
     needed = -(-numbers // tile)
     first = np.concatenate([[0], np.cumsum(needed)])
@@ -94,7 +95,7 @@ def activate(act, gate, up):
 
 
 def linear(x, w, bias=None):
-    """x [rows, k] by a matrix [n, k]."""
+    """The product of x [rows, k] and a matrix [n, k], plus the bias."""
     y = x.astype(np.float64) @ w.astype(np.float64).T
     return y if bias is None else y + bias
 

@@ -1,6 +1,7 @@
-"""The operators of a mixture of experts: the router, the order of rows by expert, the experts' layers and their sum.
+"""The operators of a mixture of experts: the router, the order of rows by expert, the experts' layers and the sum of
+their results.
 
-In: a `Case`, out: `Result`s. Rows of OF_SLOTS are slots of schedules/operators/experts.py.
+In: a `Case`. Out: `Result`s. Rows of the operators in OF_SLOTS are slots as in schedules/operators/experts.py.
 """
 
 from collections.abc import Callable
@@ -45,7 +46,7 @@ def _expert_order(c: Case) -> dict[str, Result]:
 
 
 def used_slots(arrays: dict[str, np.ndarray], op: Any, live: int) -> np.ndarray:
-    """The slots that hold one of the live rows, of the parameters of an operator of OF_SLOTS."""
+    """The slots that have one of the live rows, from the parameters of an operator in OF_SLOTS."""
     if op.tile == 1:
         return np.arange(op.used * min(live, op.m))
     if "Pairs" in arrays:
@@ -69,7 +70,8 @@ def _gather(c: Case) -> dict[str, Result]:
 
 
 def _products(c: Case, x: np.ndarray, chosen: np.ndarray, prefix: str, fmt: str, bias: str, columns: np.ndarray):
-    """Rows of x, each by these columns of its expert's matrix, plus the expert's bias where there is one (name)."""
+    """Multiplies each row of x with these columns of its expert's matrix. Adds the expert's bias, if there is one
+    (bias: its parameter)."""
     found = np.empty((len(x), len(columns)))
     for expert in np.unique(chosen):
         rows, places = chosen == expert, expert * c.op.n + columns

@@ -1,7 +1,7 @@
-"""What a call of each operator of schedules/operators returns, as numbers.
+"""The results of a call of each operator of schedules/operators, as numbers.
 
-In: a `Case`. Out: for each output a `Result`. The activations that a kernel hands over in a layout have the name "", as
-the numbers before they are put in it.
+In: a `Case`. Out: a `Result` for each output. The activations that a kernel writes in a layout have the name ""; the
+result has the numbers before they are converted to that layout.
 """
 
 from collections.abc import Callable
@@ -22,18 +22,18 @@ NORM_MARGIN = 2.0**-6  # schedules/gpu/linear/deferred_norm.py
 
 
 def results(case: Case) -> dict[str, Result]:
-    """Of each output, by name. KeyError for an operator that the table lacks."""
-    with np.errstate(invalid="ignore", over="ignore"):  # rows and slots that nobody uses may hold anything
+    """The result of each output, by name. Raises KeyError for an operator without a reference."""
+    with np.errstate(invalid="ignore", over="ignore"):  # unused rows and slots may contain any numbers
         return OPERATORS[type(case.op)](case)
 
 
 def has_reference(name: str) -> bool:
-    """Whether there is a reference of the operator of that name."""
+    """Whether the operator of this name has a reference."""
     return declared.OPERATORS.get(name) in OPERATORS
 
 
 def wanted_rows(op: Operator, arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """All rows that a call reads: live ones, or slots that are used."""
+    """All rows that a call computes: live rows, or used slots."""
     live = live_rows(op, arrays)
     return mixture.used_slots(arrays, op, live) if type(op) in mixture.OF_SLOTS else np.arange(live)
 
@@ -51,7 +51,7 @@ def _embed(c: Case) -> dict[str, Result]:
 
 
 def _norm_rows(c: Case) -> tuple[np.ndarray, np.ndarray]:
-    """(rows that a norm reads, rows that it writes), see schedules/operators/layouts.py."""
+    """(rows that a norm reads, rows that it writes); see schedules/operators/layouts.py."""
     if c.op.rows == "all":
         return c.rows, c.rows
     if c.op.rows == "last":
@@ -82,15 +82,16 @@ def _quantize(c: Case) -> dict[str, Result]:
 
 
 def _activations(c: Case) -> np.ndarray:
-    """Of a linear layer: those that it reads, or the norm that it computes, as the int8 blocks that it makes of it."""
+    """The activations of a linear layer: those that it reads, or the norm that it computes itself; after rounding to
+    int8 blocks if it makes such blocks."""
     if (eps := c.op.eps) is None:
         return c.read(c.rows)
     return activations.rounded(rms(c.arrays["X"][c.rows], eps) * c.arrays["G"][: c.op.k])
 
 
 def _completed(c: Case) -> tuple[np.ndarray, dict[str, Result]]:
-    """(what the products of each row are multiplied by, the scales that are stored) where a kernel completes the norm
-    of its input: schedules/gpu/linear/deferred_norm.py."""
+    """For a kernel that completes the norm of its input (schedules/gpu/linear/deferred_norm.py): (factor for the
+    products of each row, the scales that it stores)."""
     if (eps := c.op.norm_in) is None:
         return np.ones((len(c.rows), 1)), {}
     total = c.arrays["Squares"][c.rows].astype(np.float64).sum(-1)
@@ -102,7 +103,8 @@ def _completed(c: Case) -> tuple[np.ndarray, dict[str, Result]]:
 
 
 def _prepared(c: Case, y: np.ndarray, columns: np.ndarray) -> dict[str, Result]:
-    """What an operator stores of these columns of its result for the norm after it; columns: whole blocks."""
+    """The results that an operator stores for the norm after it, from these columns of its result. columns: whole
+    blocks."""
     if not c.op.norm_out:
         return {}
     summed, scaled = SUMMED[kind_of(c.op.norm_out)], y * c.arrays["NG"][columns]
@@ -164,14 +166,14 @@ def _caches(c: Case) -> dict[str, np.ndarray]:
 
 
 def _own(c: Case, layer: Attention, rope: Rope, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The keys and values of these rows, as the cache gets them."""
+    """The keys and values of these rows, in the form for the cache."""
     k = _rotated(c, rows, layer, rope, "K", layer.kv_heads)
     v = kv.value_reference(_heads(c, "V", rows, layer.d, layer.kv_heads), rope)
     return kv.multiplied(k, layer.rotation), kv.multiplied(v, layer.rotation)
 
 
 def _written(c: Case, layer: Attention, rope: Rope) -> dict[str, np.ndarray]:
-    """The caches with the keys and values of all live rows."""
+    """The caches after the keys and values of all live rows are stored."""
     rows = _placed(c, layer, np.arange(c.live))
     k, v = _own(c, layer, rope, rows)
     return kv.stored(c.layout, _caches(c), kv.places_of(c.arrays["pages"], *c.places(rows)), k, v)
@@ -210,8 +212,8 @@ def _latent_kv_write(c: Case) -> dict[str, Result]:
 
 
 def _attended(c: Case, layer: Attention, rows: np.ndarray, q: np.ndarray, caches, own=None) -> dict[str, Result]:
-    """Of the queries q [rows, heads, d] of these rows, each in its own sequence. own: keys and values [rows, kv_heads,
-    d] that stand in for those of the rows' own positions."""
+    """The attention of queries q [rows, heads, d], each row in its own sequence. own: keys and values [rows, kv_heads,
+    d] that are used for the rows' own positions instead of the cache's."""
     sinks = c.arrays["Sinks"][: layer.heads].astype(np.float64) if layer.sinks else None
     pools = kv.pools_of(c.layout, caches)
     (positions, slots), found = c.places(rows), np.empty((len(rows), layer.heads * layer.value_d))
@@ -228,7 +230,7 @@ def _attended(c: Case, layer: Attention, rows: np.ndarray, q: np.ndarray, caches
 
 
 def _image_end(c: Case, layer: Attention, slot: int) -> int:
-    """The position after the image that the chunk begins with, if it is of that slot; 0: there is none."""
+    """The position after the image with which the chunk begins, if it belongs to this slot; otherwise 0."""
     rows = np.arange(c.single, min(c.single + int(c.arrays["state"][2]), c.live)) if layer.images else np.arange(0)
     positions, slots = c.places(rows)
     return int(positions.max()) + 1 if len(rows) and slots[0] == slot else 0
@@ -246,7 +248,7 @@ def _rope_attention(c: Case) -> dict[str, Result]:
     layer, rope = c.op.layer, c.op.rope
     rows = _placed(c, layer, c.rows)
     caches = _written(c, layer, rope) if rope.writes else _caches(c)
-    # kernels round their own keys and values to float16 only
+    # kernels round keys and values of the row itself only to float16
     own = _own(c, layer, rope, rows) if rope.writes and layer.quantized else None
     found = _attended(c, layer, rows, _rotated(c, rows, layer, rope, "Q", layer.heads), caches, own)
     return found | (_of_caches(caches) if rope.writes else {})
@@ -274,7 +276,7 @@ def _select_keys(c: Case) -> dict[str, Result]:
             scores, most = np.maximum(products, 0).sum(0)[None, ends], a.used - whole
             scores[:, own:] = scores[:, own:] if whole else np.inf
         for i, of_set in enumerate(scores):
-            # rounded: BLAS may sum the products of equal keys in different orders
+            # rounded, because BLAS may add the products of equal keys in different orders
             order = np.argsort(-of_set.astype(np.float32), kind="stable")[:most]
             found[row, i, : len(order)] = np.sort(order)
     return {"Ids": Result(found.reshape(c.live, -1)[c.rows], c.rows), "Ik": Result(cache)}
@@ -370,7 +372,7 @@ def _all_gather(c: Case) -> dict[str, Result]:
 
 
 def _sample(c: Case) -> dict[str, Result]:
-    """Of rows that take the largest logit."""
+    """The chosen tokens of rows that take the largest logit."""
     if (c.arrays["sampling"][c.rows, FIELDS.index("flags")] & ~LOGPROB).any():
         raise ValueError("there are rows with draws or changed logits")
     wanted = c.arrays["sampling"][c.rows, FIELDS.index("flags")] > 0

@@ -1,7 +1,7 @@
-"""Whole functions of an artifact, launch by launch: the model's logits without its kernels.
+"""Computes whole functions of an artifact, launch by launch: the model's logits without its kernels.
 
-In: an artifact; the plan, the shapes of all kernels' parameters and the weights are in it. Out: a `Plan`, which does
-what devices do (runtime/devices/__init__.py). Weights are decoded once and kept as float32.
+In: an artifact, which has the plan, the shapes of all kernels' parameters and the weights. Out: a `Plan`, with the
+interface of a device (runtime/devices/__init__.py). Weights are decoded once and kept as float32.
 """
 
 from collections.abc import Mapping
@@ -22,12 +22,12 @@ from mlc_amd.tools.reference.operators import has_reference, results, wanted_row
 
 
 def layout_of(artifact) -> str:
-    """Of weights and caches, as operators.py names it."""
+    """The layout of weights and caches, by its name in operators.py."""
     return "cpu" if artifact.manifest["target"]["kind"] == "cpu" else "gpu"
 
 
 def without_reference(artifact) -> list[str]:
-    """The kernels of the decoder that operators.py does not compute."""
+    """The kernels of the decoder for which operators.py has no reference."""
     return [
         entry["name"]
         for entry in artifact.manifest["kernels"]
@@ -36,7 +36,7 @@ def without_reference(artifact) -> list[str]:
 
 
 class Plan:
-    """Keeps arena, cache and io, as a device does. pages: of the cache, by span, see `kv_types`."""
+    """Has arena, cache and io, like a device. pages: of the cache, by span; see `kv_types`."""
 
     def __init__(self, artifact, pages: Mapping[int, int] | None = None):
         self.artifact, manifest = artifact, artifact.manifest
@@ -49,7 +49,8 @@ class Plan:
         self._decoded: dict[int, np.ndarray] = {}
 
     def take_over(self, function: str, sent: np.ndarray) -> None:
-        """sent: bytes of all parts of the model, which the segment before computed."""
+        """Called before a segment that needs results of other parts. sent: bytes that the segment before computed on
+        all parts of the model."""
         entry = self.artifact.manifest["functions"][function]
         for first, end, at in spans(entry, "receives"):
             self._arena[first:end] = sent[at : at + end - first]
@@ -58,7 +59,7 @@ class Plan:
             self._arena[target : target + count] = self._arena[source : source + count]
 
     def sent(self, function: str) -> list[np.ndarray]:
-        """The bytes that other parts of the model get of a segment."""
+        """The bytes of a segment that are sent to the other parts of the model."""
         entry = self.artifact.manifest["functions"][function]
         return [self._arena[first:end].copy() for first, end, _ in spans(entry, "sends")]
 
@@ -109,7 +110,8 @@ class Plan:
 
 
 class PartPlans:
-    """The same of a model that was compiled for several GPUs by tensor: a `Plan` for each part, one after the other."""
+    """`Plan` for a model that was compiled for several GPUs by tensor: has a `Plan` for each part and runs one after
+    the other."""
 
     def __init__(self, artifact, pages: Mapping[int, int] | None = None):
         self._parts = [Plan(rank_artifact(artifact, rank), pages) for rank in range(artifact.manifest["gpus"])]

@@ -1,6 +1,6 @@
 """The operators of layers that keep a state for each sequence, in float64, and the gate after them.
 
-In: a `Case`, out: `Result`s. A run is rows of one slot, consecutive tokens of one sequence.
+In: a `Case`. Out: `Result`s. A run is the rows of one slot: consecutive tokens of one sequence.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from mlc_amd.tools.reference.case import Case, Result, rms
 
 
 def runs(c: Case) -> Iterator[tuple[np.ndarray, np.ndarray | None, list[int]]]:
-    """(rows, the state before them or None at position 0, the cells of the states after each) of each run."""
+    """For each run: (rows, the state before them or None at position 0, the cells of the states after each row)."""
     positions, slots = c.places(np.arange(c.live))
     for slot in dict.fromkeys(slots.tolist()):
         rows = np.flatnonzero(slots == slot)
@@ -50,7 +50,7 @@ def channel_decay(c: Case) -> dict[str, Result]:
 
 
 def delta_net(c: Case) -> dict[str, Result]:
-    """A cell has, of each value head, the matrix as columns of v by columns of k on GPUs, the other way round on
+    """The delta net. A cell has a matrix for each value head: [columns of v, columns of k] on GPUs, transposed on
     CPUs."""
     a, states = c.op, c.arrays["States"].astype(np.float64)
     keys, values, d = a.key_heads, a.value_heads, a.d
@@ -78,7 +78,7 @@ def delta_net(c: Case) -> dict[str, Result]:
 
 
 def ssm_scan(c: Case) -> dict[str, Result]:
-    """A cell has, of each head, the matrix as columns of x by columns of B on GPUs, the other way round on CPUs."""
+    """The SSM scan. A cell has a matrix for each head: [columns of x, columns of B] on GPUs, transposed on CPUs."""
     a, states = c.op, c.arrays["States"].astype(np.float64)
     heads, d, size, groups = (a.heads, a.d, a.size, a.groups)
     live, inner = c.live, heads * d

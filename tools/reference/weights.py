@@ -1,8 +1,9 @@
-"""Packed weights as numbers: the planes of both layouts of dist/README.md (schedules/cpu/linear/planes.py,
+"""Packed weights as numbers, from the planes of both layouts of dist/README.md (schedules/cpu/linear/planes.py,
 gpu/planes.py).
 
-In: a format's name and its planes by name, as arrays. Out: float32 rows, bit for bit those of gguf-py's `dequantize`.
-Both layouts have the same words of four bytes in a block of 32 columns; the CPU's interleaves those of 16 rows.
+In: a format's name and its planes by name, as arrays. Out: float32 rows, bit for bit equal to gguf-py's `dequantize`.
+In both layouts, a block of 32 columns has the same words of four bytes; the CPU's layout interleaves the words of 16
+rows.
 """
 
 import numpy as np
@@ -26,7 +27,7 @@ def rows_of(layout: str, fmt: str, planes: dict[str, np.ndarray], rows: np.ndarr
 
 
 def _rows(layout: str, name: str, plane: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """The rows of a plane. Code planes: their bytes as [rows, blocks, words, 4]; others [rows, groups]."""
+    """The rows of a plane. Code planes: bytes [rows, blocks, words, 4]. Other planes: [rows, groups]."""
     if layout == "gpu":
         picked = np.ascontiguousarray(plane[rows])
         return picked.view(np.uint8).reshape(len(rows), plane.shape[1], -1, 4) if name[0] == "Q" else picked
@@ -38,13 +39,14 @@ def _rows(layout: str, name: str, plane: np.ndarray, rows: np.ndarray) -> np.nda
 
 
 def _codes(form: Format, parts: dict[str, np.ndarray]) -> np.ndarray:
-    """Codes int32 [rows, k]: those of a block are columns 4*j + i of word by word, byte i."""
+    """Codes int32 [rows, k]. In a block, column 4*j + i is byte i of word j."""
     if form.signed:
         return parts["Q8"].view(np.int8).astype(np.int32).reshape(len(parts["Q8"]), -1)
     code, filled = 0, 0
     for plane in form.codes:
         words, bits = parts[plane], BITS[plane]
-        # Q4: the low nibbles of all words, then the high ones; Q2, Q1: all fields of a word, then the next word's
+        # Q4: the low nibbles of all words, then the high ones. Q2, Q1: all fields of a word, then those of the next
+        # word
         shifts = range(0, 8, bits)
         fields = [(words >> shift) & ((1 << bits) - 1) for shift in shifts]
         ordered = np.stack(fields, 2 if plane == "Q4" else 3)
@@ -54,7 +56,7 @@ def _codes(form: Format, parts: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def _scaled(form: Format, parts: dict[str, np.ndarray], value: np.ndarray) -> np.ndarray:
-    """The formula of schedules/formats.py."""
+    """Applies the formula of schedules/formats.py."""
 
     def each(numbers: np.ndarray, columns: int) -> np.ndarray:
         return np.repeat(numbers.astype(np.float32), columns, 1)
@@ -76,7 +78,7 @@ def _scaled(form: Format, parts: dict[str, np.ndarray], value: np.ndarray) -> np
 
 
 def _minifloat(kind: str, byte: np.ndarray) -> np.ndarray:
-    """e8m0: half of OCP's, a power of two; e5m3: bits 14 to 7 of a float16."""
+    """Decodes small floats. e8m0: half of OCP's value, a power of two. e5m3: bits 14 to 7 of a float16."""
     if kind == "e8m0":
         return np.ldexp(np.float32(1), byte.astype(np.int32) - 128)
     return (byte.astype(np.uint16) << 7).view(np.float16)

@@ -1,11 +1,11 @@
-"""Which replica of several computes an answer soonest: the one that has most of its prompt cached and has little else
-to do.
+"""Chooses the replica that will answer a request soonest: it has most of the prompt cached, and is not busy with other
+requests.
 
-In: a request's body, and the replicas' names with the number of requests that each answers now. Out: the replicas, the
-best one first.
+In: a request's body, and the replicas' names with the number of requests that each one is answering. Out: the replicas,
+the best one first.
 
-Nothing is tokenized: prompts are compared as text, in blocks. A replica is taken to have cached the prompts that it was
-given; where its cache is full that may be wrong, and costs no more than a request without a preference.
+Nothing is tokenized: prompts are compared as text, in blocks. A replica is assumed to have cached the prompts that it
+was given. If its cache is full, this may be wrong; then the request takes as long as it would on another replica.
 """
 
 import json
@@ -15,28 +15,29 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-# Characters that are compared together: about half a page of the KV cache (runtime/cache/pages.py), the least that is
-# shared.
+# Characters of a block: about half a page of the KV cache (runtime/cache/pages.py), which is the smallest unit that
+# sequences share.
 _BLOCK = 128
-# An image in base64: no text has so many such characters in a row. It counts as a digest that is as long as the text
-# of as many tokens as an image has rows, some 600.
+# An image in base64: no text has so many of these characters in a row. It is replaced by a digest with about as many
+# characters as text has for the tokens of an image, some 600.
 _IMAGE = re.compile(r"[A-Za-z0-9+/=_-]{1024,}")
 _IMAGE_BLOCKS = 16
-# Blocks of a prompt that count: half a million characters, more than most models' contexts hold.
+# Blocks of a prompt that are compared: half a million characters, more than most models' contexts hold.
 _MOST_BLOCKS = 4096
-# Blocks that are known, of all prompts: 8 million characters.
+# Blocks that are remembered, of all prompts: 8 million characters.
 _MOST_KNOWN = 1 << 16
-# What a running answer costs the next one, in blocks of prompt to compute: it makes steps about 7 % longer (README: 8
-# rows take 1.5 times as long as one), 14 steps of 200, and a step takes as long as some 35 tokens of a prompt: 500.
+# The cost of a running answer for the next one, in blocks of prompt that could be computed instead. A running answer
+# makes steps about 7 % longer (README: 8 rows take 1.5 times as long as one). For 200 steps this is the time of 14
+# steps; a step takes as long as about 35 tokens of a prompt, so the cost is 500 tokens.
 _RUNNING = 16
-# The fields of all APIs that begin a prompt, in the order of chat templates. A continued conversation has the same
-# beginning: only its list of messages is longer.
+# The fields, of any API, with which a prompt begins, in the order of chat templates. A continued conversation has the
+# same beginning: only its list of messages is longer.
 _FIELDS = ("model", "tools", "system", "instructions", "messages", "input", "prompt")
 
 
 def prompt_blocks(body: Any) -> tuple[int, ...]:
-    """The prompt in the body of a request of any API: for each of its blocks a number, which stands for all text up to
-    its end. Numbers of different processes do not compare."""
+    """The blocks of the prompt in a request's body, for any API. The number of a block stands for all text up to its
+    end. Numbers from different processes cannot be compared."""
     if not isinstance(body, Mapping):
         return ()
     texts = (json.dumps(body[name], sort_keys=True, ensure_ascii=False) for name in _FIELDS if name in body)
@@ -53,17 +54,19 @@ def _digest(image: re.Match[str]) -> str:
 
 
 class Affinity:
-    """What the replicas were given. Not thread-safe."""
+    """Remembers which prompts the replicas were given. Not thread-safe."""
 
     def __init__(self, most: int = _MOST_KNOWN) -> None:
         self._most = most
-        self._known: OrderedDict[int, set[str]] = OrderedDict()  # block -> replicas; the last used one last
-        self._turns: dict[str, int] = {}  # replica -> when it was last the best one
+        # block -> replicas; the most recently used block is last
+        self._known: OrderedDict[int, set[str]] = OrderedDict()
+        self._turns: dict[str, int] = {}  # replica -> when it was last ranked first
         self._turn = 0
 
     def ranked(self, blocks: Sequence[int], running: Mapping[str, int]) -> list[str]:
-        """All replicas, the one with the least to compute before this prompt's answer first; of equal ones, that whose
-        last turn is longest ago. running: requests that each replica answers."""
+        """All replicas, sorted by how much they must compute before they can begin the answer, the least first. Of
+        equal ones, the replica that was ranked first longest ago comes first. running: the requests that each replica
+        is answering."""
         missing = {name: len(blocks) - cached for name, cached in self._cached(blocks, running).items()}
         cost = {name: (missing[name] + _RUNNING * running[name], self._turns.get(name, 0)) for name in running}
         found = sorted(running, key=cost.__getitem__)
@@ -83,14 +86,14 @@ class Affinity:
         return found
 
     def given(self, name: str, blocks: Sequence[int]) -> None:
-        """A replica computes this prompt."""
-        for block in reversed(blocks):  # beginnings are forgotten last: without them the rest is not found
+        """Records that a replica computes this prompt."""
+        for block in reversed(blocks):  # beginnings are forgotten last: without them, later blocks cannot be found
             self._known.setdefault(block, set()).add(name)
             self._known.move_to_end(block)
         while len(self._known) > self._most:
             self._known.popitem(last=False)
 
     def gone(self, name: str) -> None:
-        """This replica, and its cache, are no more."""
+        """Forgets a replica, which has ended."""
         for names in self._known.values():
             names.discard(name)

@@ -1,8 +1,8 @@
-"""A request -> the events of its answers.
+"""Turns a request into the events of its answers.
 
-In: a `ChatRequest` or a `TextRequest`. Out: `Answering`: an asynchronous iterator over lists of events, as they come
-from the engine: what one step of the engine gives is one list, and what came while the consumer was busy, too. Each
-answer ends with its `Finish`. Closing it ends the answers after the step in progress.
+In: a `ChatRequest` or a `TextRequest`. Out: `Answering`, an asynchronous iterator over lists of events. A list has the
+events of one engine step, or all events that came while the consumer was busy. Each answer ends with its `Finish`
+event. Closing the iterator ends the answers after the step in progress.
 
 Templates, tokenizers and grammars run in threads.
 """
@@ -25,15 +25,15 @@ from mlc_amd.tools.server import chat_request as forms
 from mlc_amd.tools.server.errors import ApiError, invalid
 from mlc_amd.tools.server.library import Library, LoadedModel
 
-# Letters and digits of a call's id: Mistral's chat templates take no others.
+# Letters and digits of a call's id. Mistral's chat templates accept no other ids.
 _ID_LENGTH, _ID_CHARACTERS = 9, string.ascii_letters + string.digits
 
 
 async def answer(
     library: Library, request: forms.AnswerRequest, told: Callable[[str, Stats], None] = lambda model, stats: None
 ) -> "Answering":
-    """Begins the answers to a request. told: called with the model and the statistics of each answer at its end. Raises
-    what the request gets instead: ApiError, UserError (400), QueueFull."""
+    """Begins the answers to a request. told: called at the end of each answer with the model and the statistics. Raises
+    ApiError, UserError (status 400) or QueueFull, which become the response."""
     model = await library.acquire(request.model)
     try:
         answering = Answering(library, model, request, told)
@@ -46,20 +46,20 @@ async def answer(
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What is computed in a thread. text: of a chat's prompt; shown: marks that the parsers need."""
+    """What is computed in a thread. text: the prompt of a chat. shown: marks whose texts the parsers need."""
 
     prompts: list[list[int]]
     grammar: Grammar | None
     text: str | None = None
     tools: tuple[Tool, ...] = ()
     shown: tuple[str, ...] = ()
-    echoed: tuple[str, ...] = ()  # texts of the prompts, if they are wanted
+    echoed: tuple[str, ...] = ()  # texts of the prompts, if the request wants them
     ends: frozenset[int] = frozenset()  # tokens that end the answers
 
 
 class Answering(AsyncIterator[list[forms.Event]]):
-    """See the module's docstring. model: the one that answers. prompt_tokens: of all prompts. begun: when it was asked
-    for, by time.perf_counter."""
+    """See the module's docstring. model: the model that answers. prompt_tokens: of all prompts together. begun: time of
+    the request, by time.perf_counter."""
 
     def __init__(
         self, library: Library, model: LoadedModel, request: forms.AnswerRequest, told: Callable[[str, Stats], None]
@@ -69,12 +69,12 @@ class Answering(AsyncIterator[list[forms.Event]]):
         self._library = library
         self._generation: AsyncGeneration | None = None
         self._events: list[AnswerEvents] = []
-        self._progress: list[forms.Event] = []  # that came since the last events
-        self._prepared: _Prepared | None = None  # while prompts are to be echoed or scored
+        self._progress: list[forms.Event] = []  # arrived since the last events
+        self._prepared: _Prepared | None = None  # only while prompts are to be echoed or scored
         self._ended = False
 
     async def begin(self) -> None:
-        """Queues the answers."""
+        """Puts the answers into the engine's queue."""
         request, model = self.request, self.model
         made = await asyncio.to_thread(self._prepare)
         self.prompt_tokens = sum(map(len, made.prompts))
@@ -94,7 +94,8 @@ class Answering(AsyncIterator[list[forms.Event]]):
             await self._stream.start()
 
     def _limit(self, prompts: Sequence[Sequence[int]]) -> int | None:
-        """Of an answer's tokens; see AnswerRequest.context, of which a model has no more than its own, as in ollama."""
+        """The limit of an answer's tokens. If the request's `context` is larger than the model's, the model's counts,
+        as in ollama."""
         most, context = self.request.max_tokens, self.request.context
         if context is None:
             return most
@@ -122,7 +123,7 @@ class Answering(AsyncIterator[list[forms.Event]]):
         assert isinstance(request, forms.ChatRequest), "there are two kinds"
         tools = read_tools(request.callable_tools)
         text, ids = model.prompter.prompt(request)
-        asked = None if request.continues else text  # what is left of a begun answer has no thinking
+        asked = None if request.continues else text  # the rest of a begun answer has no thinking
         if not tools:
             return _Prepared([ids], self._grammar(wanted, asked), text, shown=model.reasoning.marks)
         if isinstance(wanted, forms.Pattern):
@@ -171,7 +172,8 @@ class Answering(AsyncIterator[list[forms.Event]]):
                 return found
 
     async def _echoes(self, made: _Prepared) -> list[forms.Event]:
-        """The prompts, scored before the answers are queued: these find them in the cache."""
+        """The prompts with their log probabilities. They are computed before the answers are queued, which then find
+        them in the cache."""
         request, events = self.request, list[forms.Event]()
         assert isinstance(request, forms.TextRequest), "others have no such events"
         for place, ids in enumerate(made.prompts):
@@ -183,17 +185,17 @@ class Answering(AsyncIterator[list[forms.Event]]):
         return events
 
     def progress(self, index: int) -> forms.Progress:
-        """Of an answer that was begun."""
+        """How far an answer is that has begun."""
         stats = self._stream.answers[index]
         usage = forms.Usage(stats.prompt_tokens, stats.generated, stats.cached_tokens)
         return forms.Progress(usage, forms.Timings(stats.ttft_s, stats.decode_s))
 
     async def pause(self, seconds: float) -> None:
-        """Waits between two lists of events: so long, or until the answers are complete."""
+        """Waits between two lists of events: for `seconds`, or until the answers are complete."""
         await self._stream.pause(seconds)
 
     async def aclose(self) -> None:
-        """Ends the answers, and gives the model back."""
+        """Ends the answers, and releases the model."""
         try:
             if self._generation is not None:
                 await self._generation.aclose()
@@ -209,8 +211,9 @@ class Answering(AsyncIterator[list[forms.Event]]):
 
 
 class AnswerEvents:
-    """`feed` the pieces of the answer `index`, then `finish`. prompt: the text that was rendered for a chat; None: a
-    text is continued, all of which is text. tools: that the model may call."""
+    """Turns the pieces of the answer `index` into events: call `feed` with each piece, then `finish`. prompt: the
+    rendered text of a chat; None for a continued text, in which everything is text. tools: the tools that the model may
+    call."""
 
     def __init__(
         self,
@@ -225,10 +228,10 @@ class AnswerEvents:
         self._parser = None if prompt is None else model.reasoning.parser(prompt, continued)
         self._calls = CallParser(model.calls, tools) if tools else None
         self._called = False
-        # The white space until the first text is the fallback template's.
+        # white space before the first text comes from the fallback template
         self._strips = prompt is not None and not continued and model.engine.chat_template.is_fallback
-        self._thought = 0  # tokens
-        self._logprobs: list[forms.TokenLogprob] = []  # of tokens whose text is still to come
+        self._thought = 0  # number of tokens
+        self._logprobs: list[forms.TokenLogprob] = []  # of tokens whose text is still held back
 
     def feed(self, piece: Piece) -> list[forms.Event]:
         if piece.logprob is not None:
@@ -240,11 +243,11 @@ class AnswerEvents:
         return self._converted(self._parser.feed(piece.text))
 
     def finish(self, stats: Stats) -> list[forms.Event]:
-        """What was held back, and the end."""
+        """The text that was held back, and the end."""
         events = self._converted(self._parser.finish()) if self._parser else []
         if self._calls:
             events += self._events(self._calls.finish())
-        events += [self._text("")] if self._logprobs else []  # of tokens without a text of their own
+        events += [self._text("")] if self._logprobs else []  # for tokens without text
         reason: forms.FinishReason = "stop" if stats.finish == "stop" else "length"
         if self._called and reason == "stop":
             reason = "tool_calls"
@@ -271,17 +274,17 @@ class AnswerEvents:
             elif isinstance(part, CallArguments):
                 events.append(forms.ToolCallArguments(part.text, part.number, self._index))
             elif isinstance(part, CallEnd):
-                continue  # the next event says it, or the end
+                continue  # reported with the next event, or at the end
             elif part.kind == "thinking":
                 events.append(forms.Thinking(part.text, self._index))
             elif text := part.text.lstrip() if self._strips else part.text:
                 self._strips = False
                 events.append(self._text(text))
                 continue
-            self._logprobs.clear()  # OpenAI's are of the answer's text alone
+            self._logprobs.clear()  # OpenAI reports them only for the text of the answer
         return events
 
     def _text(self, text: str) -> forms.Text:
-        """With the log probabilities of the tokens since the last text."""
+        """A text event, with the log probabilities of the tokens since the last one."""
         logprobs, self._logprobs = tuple(self._logprobs), []
         return forms.Text(text, self._index, logprobs)

@@ -1,6 +1,6 @@
 """The Starlette application: which handler answers which path.
 
-In: `Service`. Out: `make_app(service)`, an ASGI application, whose end unloads all models.
+In: `Service`. Out: `make_app(service)`, an ASGI application. When it ends, it unloads all models.
 """
 
 from collections.abc import AsyncIterator
@@ -30,7 +30,7 @@ from mlc_amd.tools.server.apis import (
 from mlc_amd.tools.server.apis.response_objects import ResponseStore
 from mlc_amd.tools.server.service import Service
 
-# The page takes scripts and styles from its own files alone, and talks to this server alone.
+# The page may only load scripts and styles from its own files, and only connect to this server.
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -77,7 +77,7 @@ ROUTES = (
     ("/completions", "POST", llama_server.completion),
     ("/infill", "POST", llama_server.infill),
     ("/slots/{number:int}", "POST", llama_slots.slot),
-    # OpenAI's, for clients whose address has no /v1, as llama-server takes them.
+    # OpenAI's paths without /v1, which llama-server also accepts
     ("/models", "GET", llama_server.models),
     ("/chat/completions", "POST", openai_chat.chat_completions),
     ("/responses", "POST", responses.create),
@@ -86,17 +86,17 @@ _PATHS = [(compile_path(path)[0], method) for path, method, _ in ROUTES]
 
 
 class _Page(StaticFiles):
-    """The chat page's files, with headers that keep browsers from running anything else. What is no file is unknown,
-    whatever the method; paths of an API take others."""
+    """The files of the chat page, with headers that keep browsers from running anything else. For a path without a file
+    the answer is "not found", whatever the method; paths of an API have other handlers."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if taken := [method for path, method in _PATHS if path.fullmatch(scope["path"])]:
             raise HTTPException(405, headers={"Allow": ", ".join(taken)})
-        if self.get_path(scope) == "." and scope["path"] != "/":  # it leads back to the page
+        if self.get_path(scope) == "." and scope["path"] != "/":  # other names of the folder lead to the page
             raise HTTPException(404)
         try:
             found = self.lookup_path(self.get_path(scope))[1]
-        except (OSError, ValueError):  # it cannot be the path of a file
+        except (OSError, ValueError):  # the path of no file can be like this
             raise HTTPException(404) from None
         if scope["method"] not in ("GET", "HEAD") and not found:
             raise HTTPException(404)

@@ -1,7 +1,7 @@
-"""The one form of requests and answers between the APIs and the engine.
+"""The common form of requests and answers between the APIs and the engine.
 
-Every API converts its requests to a `ChatRequest` or a `TextRequest`, and the events of the answer to its own form.
-Values are checked where they are converted; what the engine refuses is a UserError (400).
+Every API converts its requests to a `ChatRequest` or a `TextRequest`, and the events of the answer to its own form. The
+APIs check values when they convert them. If the engine rejects a value, it raises UserError (400).
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -19,7 +19,8 @@ from mlc_amd.tools.server.images import ImageSource
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseFormat:
-    """JSON that matches the schema. strict: a schema that cannot be enforced as a whole is an error."""
+    """The answer is JSON that matches the schema. strict: whether it is an error if the schema cannot be enforced
+    completely."""
 
     schema: Mapping[str, Any]
     strict: bool = False
@@ -27,7 +28,7 @@ class ResponseFormat:
 
 @dataclass(frozen=True)
 class Pattern:
-    """All of the answer matches a regular expression, or a grammar in GBNF or in llguidance's dialect of Lark."""
+    """The whole answer matches a regular expression, or a grammar in GBNF or in llguidance's dialect of Lark."""
 
     kind: Literal["regex", "grammar"]
     text: str
@@ -39,21 +40,21 @@ ANY_OBJECT = ResponseFormat(schema={"type": "object"})
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerRequest:
-    """What requests for chats and for texts have in common.
+    """The fields that requests for chats and for texts share.
 
     model           its name, "" for the default one
     sampling        changes of the model's own sampling parameters
-    max_tokens      None: as many as fit the context
-    min_tokens      no end token is chosen before the answer has so many; generation.ENDLESS: at all
-    stop, stop_ids  texts and tokens that end the answer; include_stop: they become part of it
-    control_tokens  these have their texts in the answer
-    n               answers to each prompt
-    logprobs        None: none; k: of each token its own and those of the k most likely ones
-    response_format what it must look like; None: any text
-    context         tokens of a prompt and its answer together; None: as many as the model's context has
-    progress        there are events that say how far prompts are
-    client          whoever asks: the scheduler is fair between clients
-    slot            the number that stands for its tokens, for what is done with them later
+    max_tokens      limit of an answer; None: as many as fit the context
+    min_tokens      before so many tokens no end token is chosen; generation.ENDLESS: never
+    stop, stop_ids  texts and tokens that end the answer; include_stop: whether they are part of it
+    control_tokens  whether control tokens have their texts in the answer
+    n               number of answers to each prompt
+    logprobs        None: none; k: log probabilities of each token and of the k most likely tokens
+    response_format form of the answer; None: any text
+    context         limit of a prompt and its answer together; None: the model's context
+    progress        whether there are events that report the progress of prompts
+    client          identifies the client; the scheduler is fair between clients
+    slot            number by which later requests refer to the tokens of this one
     """
 
     model: str = ""
@@ -75,15 +76,15 @@ class AnswerRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest(AnswerRequest):
-    """A conversation that the model shall answer.
+    """A conversation that the model answers.
 
     messages            in the form of chat templates: {"role", "content": str}, assistant messages with "tool_calls"
                         ({"id", "type": "function", "function": {"name", "arguments": object}}) and
-                        "reasoning_content", tool messages with "tool_call_id"; see prompts.py. If the last one is the
-                        assistant's, the answer continues its text (without a text, there is a new one)
+                        "reasoning_content", tool messages with "tool_call_id"; see prompts.py. If the last message is
+                        the assistant's, the answer continues its text; if it has no text, there is a new answer
     tools               OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}
-    tool_choice         "auto", "none", "required", or the name of a function as {"name": ..}
-    thinking            values of `chat_template.THINKING` by preference: the first that the template has a switch for
+    tool_choice         "auto", "none", "required", or a function as {"name": ..}
+    thinking            values of `chat_template.THINKING`; the first for which the template has a switch is used
     template_variables  further variables of the chat template
     """
 
@@ -96,23 +97,23 @@ class ChatRequest(AnswerRequest):
 
     @property
     def callable_tools(self) -> Sequence[Mapping[str, Any]]:
-        """The tools, unless none may be called."""
+        """The tools; none if the model must not call any."""
         return () if self.tool_choice == "none" else self.tools
 
     @property
     def is_begun(self) -> bool:
-        """The last message is the beginning of the answer."""
+        """Whether the last message is the beginning of the answer."""
         return self.messages[-1]["role"] == "assistant" and not self.messages[-1].get("tool_calls")
 
     @property
     def continues(self) -> bool:
-        """The answer continues a text."""
+        """Whether the answer continues a text."""
         return self.is_begun and bool(self.messages[-1]["content"])
 
 
 @dataclass(frozen=True)
 class SeenText:
-    """A text with `messages.IMAGE` in the place of each image."""
+    """A text with `messages.IMAGE` in the place of each image, and the images."""
 
     text: str
     images: Sequence[ImageSource]
@@ -120,7 +121,8 @@ class SeenText:
 
 @dataclass(frozen=True)
 class Gap:
-    """A gap in a text, which the model shall fill. files: beside it; cut: what does not fit the context is left out."""
+    """A gap in a text, which the model fills. files: other files. cut: whether what does not fit the context is left
+    out."""
 
     before: str
     after: str
@@ -130,10 +132,10 @@ class Gap:
 
 @dataclass(frozen=True, kw_only=True)
 class TextRequest(AnswerRequest):
-    """Texts, lists of token ids and texts, texts with images, or gaps, that the model shall continue or fill. The
-    answers to prompt i have the indices i * n .. i * n + n - 1. max_tokens may be 0. echo, of texts without images:
-    each answer begins with its prompt. prompt_logprobs: None: none; k: of each token of the prompt its own and those of
-    the k most likely ones in its place."""
+    """Prompts that the model continues or fills: texts, lists of token ids and texts, texts with images, or gaps. The
+    answers to prompt i have the indices i * n .. i * n + n - 1. max_tokens may be 0. echo: whether each answer begins
+    with its prompt, which must have no images. prompt_logprobs: None: none; k: log probabilities of each token of the
+    prompt and of the k most likely tokens in its place."""
 
     prompts: Sequence[str | SeenText | Sequence[int | str] | Gap]
     echo: bool = False
@@ -142,13 +144,13 @@ class TextRequest(AnswerRequest):
 
 MOST_SLOTS = 64
 
-# ---- events of an answer
+# ---- the events of an answer
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token, its text and bytes, its natural log probability (None: nothing predicts it), and the same of the most
-    likely tokens. rank: of a token of a prompt in its place, 1: the most likely one."""
+    """A token, its text and bytes, its natural log probability (None if nothing predicts it), and the most likely
+    tokens with theirs. rank: for tokens of a prompt: 1 for the most likely token in this place."""
 
     id: int
     text: str
@@ -160,7 +162,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PromptEcho:
-    """The prompt, once, before all else of an answer, if its text or its log probabilities are wanted."""
+    """The prompt. It is the first event of an answer, if its text or log probabilities are wanted."""
 
     text: str = ""
     index: int = 0
@@ -169,7 +171,7 @@ class PromptEcho:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A piece of the answer itself. logprobs: of the tokens that it comes from."""
+    """A piece of the answer's text. logprobs: of the tokens from which it comes."""
 
     text: str
     index: int = 0
@@ -178,7 +180,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """A piece of what the model thinks before it answers."""
+    """A piece of the model's thinking before the answer."""
 
     text: str
     index: int = 0
@@ -186,7 +188,7 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallBegin:
-    """The model calls a function. number: of the call in this answer, from 0. id: for the result."""
+    """The model calls a function. number: of the call in this answer, from 0. id: the result refers to it."""
 
     id: str
     name: str
@@ -205,7 +207,7 @@ class ToolCallArguments:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens. cached: of the prompt, found in the KV cache."""
+    """Numbers of tokens. cached: tokens of the prompt that were in the KV cache."""
 
     prompt: int = 0
     completion: int = 0
@@ -215,7 +217,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds. ttft: from the engine's call to the first token; decode: from there to the last one."""
+    """Seconds. ttft: from the call of the engine to the first token. decode: from the first to the last token."""
 
     ttft: float = 0.0
     decode: float = 0.0
@@ -223,7 +225,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """An answer so far."""
+    """The state of an answer in progress."""
 
     usage: Usage
     timings: Timings
@@ -234,8 +236,8 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of the answer with this index. stop: the stop text that ended it, if it was one of the request's. last:
-    the end token, if log probabilities are wanted."""
+    """The end of the answer `index`. stop: the request's stop text that ended it, if one did. last: the end token, if
+    log probabilities are wanted."""
 
     reason: FinishReason
     usage: Usage
@@ -252,13 +254,13 @@ Event = PromptEcho | Text | Thinking | ToolCallBegin | ToolCallArguments | Promp
 
 
 def tool_call(id: str, name: str, arguments: object) -> dict[str, Any]:
-    """A call as chat templates and OpenAI's API have it."""
+    """A call in the form of chat templates and OpenAI's API."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def parsed_arguments(given: Any) -> dict[str, Any]:
-    """The arguments of a call, an object, its JSON text, or the text of that text, as an object. What was cut off, or
-    is no object, is in the field "arguments"."""
+    """The arguments of a call as an object. given: an object, its JSON text, or the JSON text of this text. Incomplete
+    text, or a value that is no object, becomes the field "arguments"."""
     value = given
     for _ in range(3):
         if isinstance(value, str) and value:
@@ -273,7 +275,7 @@ def parsed_arguments(given: Any) -> dict[str, Any]:
 
 @dataclass
 class Block:
-    """text: of a call the JSON of its arguments; id, name: of a call."""
+    """text: for a call, the JSON text of its arguments. id, name: only for a call."""
 
     kind: Literal["thinking", "text", "call"]
     text: str = ""
@@ -283,12 +285,12 @@ class Block:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of a call, as an object."""
+        """The arguments of a call as an object."""
         return parsed_arguments(self.text)
 
 
 def blocks_of(events: Iterable[Event]) -> list[Block]:
-    """The blocks of one answer's events."""
+    """The blocks of one answer, from its events."""
     found: list[Block] = []
     calls: dict[int, Block] = {}
     for event in events:
@@ -308,7 +310,7 @@ def blocks_of(events: Iterable[Event]) -> list[Block]:
 
 
 def parts_of(blocks: Sequence[Block]) -> tuple[str, str, list[Block]]:
-    """(what was said, what was thought, the calls)."""
+    """(text, thinking, calls) of the blocks."""
     text, thought = ("".join(block.text for block in blocks if block.kind == kind) for kind in ("text", "thinking"))
     return text, thought, [block for block in blocks if block.kind == "call"]
 

@@ -1,4 +1,4 @@
-"""What a request gets that cannot be answered: a status, and a body in the form of the API that was called.
+"""Error responses: a status, and a body in the form of the API that was called.
 
 In: exceptions of handlers and of the engine. Out: `ApiError`, and its body for each API:
 
@@ -16,7 +16,7 @@ from mlc_amd.runtime.engine.generation import ContextFull
 from mlc_amd.runtime.engine.scheduler import QueueFull
 from mlc_amd.runtime.errors import MachineError, UserError
 
-# Seconds after which a client that met a full queue, or a model that is still being loaded, may try again.
+# Seconds after which a client should try again, if the queue is full or the model is being loaded.
 RETRY_AFTER = 2
 # status -> (OpenAI's type, Anthropic's type)
 _TYPES = {
@@ -36,8 +36,8 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """A request that is answered with an error. status: of HTTP; param: the field of the body that is wrong; code:
-    OpenAI's word for programs, if there is one; headers: of the response."""
+    """A request that is answered with an error. status: of HTTP. param: the field of the body that is wrong. code:
+    OpenAI's code for programs, or None. headers: of the response."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, **headers: str
@@ -56,12 +56,12 @@ def overloaded(message: str) -> ApiError:
 
 
 def loading() -> ApiError:
-    """Until the default model is there."""
+    """The error until the default model is loaded."""
     return ApiError(503, "loading model: try again later", code="loading_model", retry_after=str(RETRY_AFTER))
 
 
 def reported(error: BaseException) -> ApiError:
-    """What the response says of an exception; a bug's traceback goes to stderr, the server's log."""
+    """The error that is reported for an exception. Prints the traceback of a bug to stderr, the server's log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
@@ -98,7 +98,7 @@ def _types(error: ApiError) -> tuple[str, str]:
     return _TYPES.get(error.status, _TYPES[400 if error.status < 500 else 500])
 
 
-# path prefix -> the body of its API's errors; OpenAI's for all others
+# path prefix -> the body of its API's errors; all other paths: OpenAI's
 _BODIES: dict[str, Callable[[ApiError], dict[str, Any]]] = {"/v1/messages": anthropic_body, "/api/": ollama_body}
 
 

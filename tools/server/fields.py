@@ -1,7 +1,7 @@
-"""The fields of a JSON object that a client sent, each with the type that is wanted.
+"""Reads the fields of a JSON object from a client, each with the expected type.
 
-In: a parsed JSON object. Out: values; ApiError 400 that names the field for a value of another type. Fields that nobody
-reads are ignored, and null counts as absent, as other servers have it. `parse_json` reads all JSON of clients.
+In: a parsed JSON object. Out: values. Raises ApiError 400, which names the field, for a value of another type. Fields
+that nobody reads are ignored, and null counts as absent, as in other servers. `parse_json` reads all JSON from clients.
 """
 
 import json
@@ -12,14 +12,15 @@ from typing import Any, NoReturn
 from mlc_amd.runtime.errors import shorten
 from mlc_amd.tools.server.errors import ApiError, invalid
 
-# Lists and objects within one another: less than any of Python's own functions fails at.
+# Limit of nested lists and objects: less than any of Python's own functions can handle.
 _DEEPEST = 200
-# Digits of a whole number: less than a float has no room for.
+# Limit of the digits of a whole number: less than a float can hold.
 _LONGEST = 300
 
 
 def parse_json(text: str | bytes | bytearray) -> Any:
-    """ValueError for what is no JSON, for numbers that no float holds, and for too deep nesting."""
+    """The value of a JSON text. Raises ValueError for a text that is not JSON, numbers that a float cannot hold, and
+    nesting that is too deep."""
     try:
         value = json.loads(text, parse_constant=_constant, parse_float=_float, parse_int=_int)
     except RecursionError:
@@ -63,15 +64,15 @@ class Fields:
         self._values, self._where = values, where
 
     def path(self, name: str) -> str:
-        """The field as errors call it: "messages[0].role"."""
+        """The field's path for errors: "messages[0].role"."""
         return f"{self._where}.{name}" if self._where else name
 
     def wrong(self, name: str, must: str) -> ApiError:
-        """The error for a field that must be something else."""
+        """The error for a field with a wrong value. must: what it must be."""
         return invalid(f"{self.path(name)} is {shorten(self._values.get(name))}: it must be {must}", self.path(name))
 
     def given(self, name: str) -> bool:
-        """Whether it is there, if only as null."""
+        """Whether the field is there, even as null."""
         return name in self._values
 
     def has(self, name: str) -> bool:
@@ -87,7 +88,7 @@ class Fields:
         return self._values[name]
 
     def _typed(self, name: str, kind: type, must: str) -> Any:
-        """The value; None if it is absent."""
+        """The value, of this type; None if it is absent."""
         value = self._values.get(name)
         if value is not None and not isinstance(value, kind):
             raise self.wrong(name, must)
@@ -114,7 +115,7 @@ class Fields:
         return value
 
     def whole(self, name: str, low: int | None = None, high: int | None = None) -> int | None:
-        """A whole number between `low` and `high`; 3.0 is one."""
+        """A whole number from `low` to `high`; 3.0 is accepted. None if it is absent."""
         value = self.number(name)
         if value is None:
             return None
@@ -143,7 +144,7 @@ class Fields:
         return None if value is None else Fields(value, self.path(name))
 
     def objects(self, name: str) -> "list[Fields]":
-        """A list of objects; none if it is absent."""
+        """A list of objects; empty if it is absent."""
         values = self._typed(name, list, "a list of objects") or ()
         return [Fields(one, f"{self.path(name)}[{place}]") for place, one in enumerate(values)]
 

@@ -1,14 +1,14 @@
-"""What an answer must look like, by the names that OpenAI's API and other servers have for it.
+"""The required form of an answer, by the names that OpenAI's API and other servers use.
 
-In: a request's fields, one of which at most may be given:
+In: the fields of a request. At most one of these may be given:
 
     response_format             OpenAI: {"type": "text" | "json_object" | "json_schema", "json_schema": {"schema": ..}}
     json_schema, grammar        llama-server: a schema; a grammar in GBNF
     structured_outputs          vLLM: {"json", "regex", "choice", "grammar" or "json_object": ..}
-    guided_json, _regex, ..     vLLM before 0.12: the same, as fields of their own
+    guided_json, _regex, ..     vLLM before 0.12: the same, as separate fields
 
-Out: `answer_format`. Grammars may be in GBNF or in llguidance's dialect of Lark. All APIs take these fields, some
-beside one of their own.
+Out: `answer_format`. Grammars may be in GBNF or in llguidance's dialect of Lark. All APIs accept these fields; some
+also have a field of their own.
 """
 
 import json
@@ -21,8 +21,8 @@ from mlc_amd.tools.server.fields import Fields, parse_json
 
 
 def answer_format(fields: Fields, own: str = "", made: AnswerFormat | None = None) -> AnswerFormat | None:
-    """None: any text. own, made: the API's own field, and what it says. ApiError 400 for what is no format, and for
-    several of them."""
+    """The form of the answer; None: any text. own, made: name of the API's own field, and its value. Raises ApiError
+    400 for an invalid form, and if several are given."""
     found = [(own, made)] if made else []
     found += [(name, made) for name, read in _READERS.items() if fields.has(name) and (made := read(fields, name))]
     if len(found) > 1:
@@ -39,13 +39,13 @@ def _response_format(fields: Fields, name: str) -> ResponseFormat | None:
         return None
     if kind == "json_object" and not given.has("schema"):
         return ANY_OBJECT
-    holder = given.object("json_schema") or given  # llama.cpp has the schema beside the type
+    holder = given.object("json_schema") or given  # llama.cpp has the schema next to the type
     holder.required("schema")
     return ResponseFormat(schema=holder.values("schema"), strict=holder.flag("strict"))
 
 
 def _schema(fields: Fields, name: str) -> ResponseFormat:
-    """A schema, or its JSON text."""
+    """A schema, from the schema itself or its JSON text."""
     given = fields.raw(name)
     if isinstance(given, str):
         try:
@@ -95,7 +95,8 @@ _STRUCTURED: dict[str, Reader] = {
 _READERS: dict[str, Reader] = {
     "response_format": _response_format,
     "json_schema": _schema,
-    "grammar": lambda fields, name: _grammar(fields, name) if fields.text(name) else None,  # llama-server's default
+    # llama-server sends "" by default
+    "grammar": lambda fields, name: _grammar(fields, name) if fields.text(name) else None,
     "structured_outputs": _structured,
     **{f"guided_{name}": read for name, read in _STRUCTURED.items()},
     "guided_whitespace_pattern": _refused,

@@ -1,10 +1,11 @@
-"""Fetches images of the web for clients, who must not reach through this server what only the server can.
+"""Downloads images from the web for clients. Clients must not be able to reach hosts through this server that only the
+server can reach.
 
-In:  a URL (http, https). Out: the bytes. UserError for URLs and hosts that are refused, for other answers than an
-     image's file, and over the limits of time and size.
+In: a URL (http, https). Out: the bytes. Raises UserError for URLs and hosts that are not allowed, for responses that
+are not image files, and if a limit of time or size is exceeded.
 
-Names are resolved here, and the connection goes to the address that was checked: a name that has another address the
-next moment gains nothing. Redirects are checked in the same way. Proxies, cookies and credentials are not used.
+Names are resolved here, and the connection goes to the address that was checked. So it is no use to change the address
+of a name after the check. Redirects are checked in the same way. Proxies, cookies and credentials are not used.
 """
 
 import ipaddress
@@ -20,18 +21,18 @@ import httpcore
 from mlc_amd.runtime.errors import UserError, one_line, shorten
 from mlc_amd.runtime.images.pictures import MOST_BYTES
 
-_SECONDS = 10.0  # for one image, with its redirects
+_SECONDS = 10.0  # limit for one image, including its redirects
 _REDIRECTS = 3
 _HEADERS: dict[str | bytes, str | bytes] = {
     "Accept": "image/png, image/jpeg, image/webp, image/gif",
     "Accept-Encoding": "identity",
 }
-# Images that are fetched at a time: others wait, so that slow hosts do not take all threads.
+# Limit of simultaneous downloads, so that slow hosts do not occupy all threads. Further ones wait.
 _SLOTS = threading.BoundedSemaphore(4)
 
 
 class _Refused(Exception):
-    """The host's address is not one of the web."""
+    """The host has an address that is not public."""
 
 
 def fetch(url: str, where: str) -> bytes:
@@ -59,12 +60,12 @@ def fetch(url: str, where: str) -> bytes:
 
 
 def _checked(url: str, where: str) -> str:
-    """The URL, if it may be fetched."""
+    """The URL, if it is allowed. Raises UserError otherwise."""
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.username is None and parts.port != 0
         valid = valid and url.isascii() and url.isprintable() and " " not in url
-    except ValueError:  # of a port, or brackets
+    except ValueError:  # an invalid port, or brackets
         valid = False
     if not valid:
         raise UserError(f"{where} is {shorten(url)}: it must be like https://example.com/a.png")
@@ -72,7 +73,7 @@ def _checked(url: str, where: str) -> str:
 
 
 def _get(pool: httpcore.ConnectionPool, url: str, where: str) -> tuple[bytes, str | None]:
-    """The body, or where it is instead."""
+    """(body, None), or (b"", target of the redirect)."""
     with pool.stream("GET", url, headers=_HEADERS) as response:
         if response.status in (301, 302, 303, 307, 308):
             found = dict((key.lower(), value) for key, value in response.headers).get(b"location", b"")
@@ -88,7 +89,7 @@ def _get(pool: httpcore.ConnectionPool, url: str, where: str) -> tuple[bytes, st
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the public web. Those that embed another address, or are translated to one, are
+    """Whether an IP address is a public one. Addresses that embed another address, or are translated to one, are
     not."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     v6 = isinstance(ip, ipaddress.IPv6Address)
@@ -98,7 +99,7 @@ def is_public(address: str) -> bool:
 
 
 class _Backend(httpcore.SyncBackend):
-    """Connects to public addresses alone, until the deadline."""
+    """Only connects to public addresses, and only until the deadline."""
 
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
@@ -119,7 +120,7 @@ class _Backend(httpcore.SyncBackend):
 
 
 class _Stream(httpcore.NetworkStream):
-    """A connection on which nothing happens after the deadline."""
+    """A connection that cannot be used after the deadline."""
 
     def __init__(self, stream: httpcore.NetworkStream, deadline: float) -> None:
         self._stream, self._deadline = stream, deadline
@@ -144,7 +145,7 @@ class _Stream(httpcore.NetworkStream):
 
 
 def _left(deadline: float) -> float:
-    """Seconds. TimeoutError if there are none."""
+    """The seconds until the deadline. Raises TimeoutError if it has passed."""
     if (left := deadline - time.monotonic()) <= 0:
         raise TimeoutError
     return left

@@ -1,7 +1,8 @@
-"""Images of requests, as OpenAI's, Anthropic's and ollama's APIs have them.
+"""The images of requests, in the forms of OpenAI's, Anthropic's and ollama's APIs.
 
-In:  parts of a content, or base64. Out: `ImageSource`, whose `load` returns the file's bytes: in the thread that makes
-     the prompt, since it takes time. ApiError 400 for a form that this server does not take, UserError for bad data.
+In: parts of a content, or base64. Out: `ImageSource`. Its `load` returns the file's bytes; it takes time, so it is
+called in the thread that makes the prompt. Raises ApiError 400 for a form that this server does not support, and
+UserError for bad data.
 """
 
 from dataclasses import dataclass
@@ -11,19 +12,19 @@ from mlc_amd.runtime.images.pictures import of_base64, of_data_url
 from mlc_amd.tools.server.errors import invalid
 from mlc_amd.tools.server.fields import Fields
 
-# Types of parts that are images.
+# The types of parts that are images.
 IMAGE_PARTS = ("image_url", "input_image", "image")
 
 
 @dataclass(frozen=True)
 class ImageSource:
-    """text: a URL, or base64; path: the field, for errors."""
+    """text: a URL, or base64. path: the field, for errors."""
 
     text: str
     path: str
 
     def load(self, urls: bool) -> bytes:
-        """urls: whether URLs of the web may be fetched."""
+        """The bytes of the file. urls: whether images may be downloaded from the web."""
         scheme, colon, _ = self.text[:16].partition(":")
         if not colon:
             return of_base64(self.text, self.path)
@@ -40,8 +41,8 @@ class ImageSource:
 
 
 def image_of(part: Fields) -> ImageSource:
-    """The image of a part of one of IMAGE_PARTS: {"image_url": a URL or {"url"}}, or Anthropic's {"source": {"type":
-    "base64", "data"} or {"type": "url", "url"}}."""
+    """The image in a part with a type of IMAGE_PARTS: {"image_url": a URL or {"url"}}, or Anthropic's {"source":
+    {"type": "base64", "data"} or {"type": "url", "url"}}."""
     if part.text("type") != "image":
         if isinstance(part.raw("image_url"), str):
             return _source(part, "image_url")
@@ -53,7 +54,7 @@ def image_of(part: Fields) -> ImageSource:
 
 
 def images_in(fields: Fields) -> list[ImageSource]:
-    """ollama's: `images`, a list of base64."""
+    """ollama's images: the field `images`, a list of base64 texts."""
     return [ImageSource(text, f"{fields.path('images')}[{place}]") for place, text in enumerate(fields.texts("images"))]
 
 

@@ -1,10 +1,11 @@
-"""The models of a server: loaded when a request needs one, unloaded when nobody does.
+"""The models of a server. A model is loaded when a request needs it, and unloaded when nobody uses it.
 
-In: names and how to load each. Out: `Library.use(name)`, a loaded model that stays loaded for the `async with` block.
+In: names, and a function for each that loads the model. Out: `Library.use(name)`, a loaded model that stays loaded
+during the `async with` block.
 
-Where there would be more than `most` models, or the memory is too small for one more, the ones that were not used for
-the longest time are unloaded first; never one with answers in progress. Loading and closing run in threads; one model
-is loaded at a time, and requests for others go on meanwhile.
+If there would be more than `most` models, or the memory is too small for another one, the models that were unused for
+the longest time are unloaded first; a model with answers in progress never is. Loading and closing run in threads. One
+model is loaded at a time; requests for other models continue meanwhile.
 """
 
 import asyncio
@@ -27,19 +28,21 @@ from mlc_amd.tools.server.errors import ApiError, overloaded
 from mlc_amd.tools.server.prompts import Prompter
 from mlc_amd.tools.terminal import display
 
-# What the errors of too little memory begin with (runtime/artifact/memory.py).
+# How errors about too little memory begin (runtime/artifact/memory.py).
 _SHORTAGES = ("out of GPU memory", "out of host memory")
-# How often idle models are looked for, in parts of the time after which they are unloaded, and at most, in seconds.
+# Parts of the idle time after which idle models are looked for; the longest time between two looks, in seconds.
 _LOOKS, _LONGEST_LOOK = 4, 30.0
-# The log probability of tokens that are next to impossible: JSON has no infinity. OpenAI's API has the same.
+# The log probability that is reported for extremely unlikely tokens, as JSON has no infinity. OpenAI's API has the
+# same.
 _LOWEST = -9999.0
 Kind = TypeVar("Kind", bound="Loaded")
 
 
 class Loaded:
-    """name: in the API. users: requests that use it now; used: when the last one ended (time.monotonic)."""
+    """name: in the API. users: number of requests that use it now. used: when the last request ended
+    (time.monotonic)."""
 
-    cannot = ""  # what requests for the other kind get
+    cannot = ""  # the error of requests for the other kind of model
 
     def __init__(self, name: str, engine: Engine | Encoder) -> None:
         self.name, self.engine = name, engine
@@ -47,24 +50,24 @@ class Loaded:
 
     @property
     def sees(self) -> bool:
-        """Whether it takes images."""
+        """Whether it accepts images."""
         return "vision" in self.engine.artifact.manifest
 
     def close(self) -> None:
-        """Unloads it."""
+        """Unloads the model."""
         self.engine.close()
 
 
 class LoadedEncoder(Loaded):
-    """A model of vectors or scores."""
+    """A model that computes vectors or scores."""
 
     engine: Encoder
     cannot = "is an embedding model: it generates no text"
 
 
 class LoadedModel(Loaded):
-    """A model that generates text. urls: whether it fetches images of the web. slots: the tokens of the last request of
-    each number (`AnswerRequest.slot`), and of its answer."""
+    """A model that generates text. urls: whether it may download images from the web. slots: for each number
+    (`AnswerRequest.slot`), the tokens of its last request and answer."""
 
     engine: Engine
     cannot = "generates text: it makes no embeddings and ranks no texts"
@@ -73,7 +76,7 @@ class LoadedModel(Loaded):
         super().__init__(name, engine)
         self.urls = urls
         self.reasoning = reasoning.detect(engine.tokenizer.has_token)
-        try:  # some models have a chat template of its own for requests with tools
+        try:  # some models have a separate chat template for requests with tools
             self.tool_template = ChatTemplate.load(engine.artifact.path, "tool_use")
         except UserError:
             self.tool_template = engine.chat_template
@@ -90,14 +93,15 @@ class LoadedModel(Loaded):
 
     @property
     def grammars(self) -> Grammars:
-        """Made when it is first needed, by whichever thread that is. UserError if this model cannot have grammars."""
+        """The model's grammars. They are made on first use, in the caller's thread. Raises UserError if the model
+        cannot have any."""
         with self._lock:
             if self._grammars is None:
                 self._grammars = Grammars(self.engine.tokenizer, self.engine.vocab, self.reasoning)
             return self._grammars
 
     def close(self) -> None:
-        """Unloads it."""
+        """Unloads the model."""
         if self._grammars is not None:
             self._grammars.close()
         self.tool_template.close()
@@ -106,14 +110,15 @@ class LoadedModel(Loaded):
     def token_logprob(
         self, token: int, logprob: float | None, top: Sequence[tuple[int, float]] = (), rank: int = 0
     ) -> TokenLogprob:
-        """A token with its alternatives, as answers have them. Control tokens have their texts, too."""
+        """A token with its alternatives, in the form for answers. Control tokens have their texts, too."""
         piece = self.engine.tokenizer.token_bytes(token)
         others = tuple(self.token_logprob(*one) for one in top)
         known = None if logprob is None else max(logprob, _LOWEST)
         return TokenLogprob(token, piece.decode("utf-8", "replace"), piece, known, others, rank)
 
     async def prompt_logprobs(self, ids: list[int], most: int, client: Hashable) -> tuple[TokenLogprob, ...]:
-        """Of each token of a prompt, with the `most` most likely ones in its place; the first one has none."""
+        """For each token of a prompt its log probability and the `most` most likely tokens in its place. The first
+        token has none."""
         scores = await self.engine.ascore(ids, most, client)
         found = [self.token_logprob(ids[0], None)]
         found += [self.token_logprob(i, one.logprob, one.top, one.rank) for i, one in zip(ids[1:], scores, strict=True)]
@@ -121,10 +126,10 @@ class LoadedModel(Loaded):
 
 
 class Library:
-    """loaders: name -> what loads its engine, called in a thread; the first is the default model. most: models that are
-    loaded at a time; idle: seconds after which an unused one is unloaded, None: never; patience: seconds that a request
-    waits for a place; image_urls: images of the web are fetched. names: of all models, the default one first; loaded:
-    those that are loaded now, by name; created: seconds since the epoch."""
+    """loaders: name -> function that loads the engine, called in a thread; the first name is the default model. most:
+    limit of loaded models. idle: seconds after which an unused model is unloaded, None: never. patience: seconds that a
+    request waits until a model can be unloaded. image_urls: whether images may be downloaded. names: of all models, the
+    default one first. loaded: loaded models by name. created: seconds since the epoch."""
 
     def __init__(
         self,
@@ -144,8 +149,8 @@ class Library:
         self._sweeper: asyncio.Task[None] | None = None
 
     def name(self, given: str) -> str:
-        """The model that a client means: "" is the default one; ":latest", which ollama's clients add, has no meaning.
-        ApiError 404 for others."""
+        """The name of the model that a client means. "" is the default model; the suffix ":latest", which ollama's
+        clients add, is ignored. Raises ApiError 404 for an unknown name."""
         if not given:
             return self.names[0]
         short = given.removesuffix(":latest").lower()
@@ -156,7 +161,7 @@ class Library:
         raise ApiError(404, what, "model", "model_not_found")
 
     def add(self, name: str, engine: Engine | Encoder) -> Loaded:
-        """A model that is loaded already."""
+        """Adds a model that is loaded already."""
         is_encoder = isinstance(engine, Encoder)
         model = LoadedEncoder(name, engine) if is_encoder else LoadedModel(name, engine, self._image_urls)
         self.loaded[name] = model
@@ -164,8 +169,8 @@ class Library:
 
     @asynccontextmanager
     async def use(self, given: str, kind: type[Kind] = LoadedModel) -> AsyncIterator[Kind]:
-        """The model of that name. ApiError 404 for an unknown one, 400 for one of another kind, 503 if there is no room
-        for it, 500 if it cannot be loaded."""
+        """The model with this name. Raises ApiError 404 if it is unknown, 400 if it is of another kind, 503 if there is
+        no room for it, 500 if it cannot be loaded."""
         model = await self.acquire(given, kind)
         try:
             yield model
@@ -173,14 +178,15 @@ class Library:
             await self.release(model)
 
     async def acquire(self, given: str, kind: type[Kind] = LoadedModel) -> Kind:
-        """`use` without a block: `release` follows."""
+        """`use` without a block. The caller must call `release`."""
         name = self.name(given)
         while (model := self.loaded.get(name)) is None:
             task = self._loading.get(name)
             if task is None:
                 task = self._loading[name] = asyncio.create_task(self._load(name))
-                task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may have no waiter left
-            # The load goes on if this request is cancelled: others may wait for it.
+                # perhaps no request waits for it any more
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            # If this request is cancelled, loading continues, because others may wait for the model.
             await asyncio.shield(task)
         if not isinstance(model, kind):
             raise ApiError(400, f"the model {name} {model.cannot}", "model")
@@ -215,11 +221,11 @@ class Library:
             del self._loading[name]
 
     def _unused(self) -> list[Loaded]:
-        """The models that nobody uses, the one that was not used for the longest time first."""
+        """The models that nobody uses; the one that was unused for the longest time first."""
         return sorted((m for m in self.loaded.values() if not m.users), key=lambda m: m.used)
 
     async def _unload_one(self) -> None:
-        """Waits until a model is unused, and unloads it. ApiError 503 if that takes too long."""
+        """Waits until a model is unused, and unloads it. Raises ApiError 503 if this takes too long."""
         async with self._changed:
             try:
                 async with asyncio.timeout(self._patience):
@@ -236,7 +242,7 @@ class Library:
     # ---- idle models
 
     def start(self) -> None:
-        """Begins to look for idle models, in the running event loop."""
+        """Starts to check for idle models, in the running event loop."""
         if self._idle is not None:
             self._sweeper = asyncio.create_task(self._unload_idle(self._idle))
 
@@ -249,7 +255,7 @@ class Library:
                         await self._unload(model)
 
     async def close(self) -> None:
-        """Unloads all models; answers in progress end."""
+        """Unloads all models. Ends answers in progress."""
         tasks = [task for task in (self._sweeper, *self._loading.values()) if task]
         for task in tasks:
             task.cancel()

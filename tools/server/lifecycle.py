@@ -1,9 +1,9 @@
-"""From an application to a process that serves it, until it is told to stop.
+"""Runs a process that serves an application until it is stopped.
 
-The port is open while the first model is loaded; a server whose model cannot be loaded stops.
+The port is open while the first model is loaded. If this model cannot be loaded, the server stops.
 
-The first SIGINT or SIGTERM stops it: new requests get 503, answers in progress are finished, then it ends. The second
-one ends the process at once.
+The first SIGINT or SIGTERM stops the server: new requests get 503, answers in progress are finished, then it ends. A
+second signal ends the process at once.
 """
 
 import asyncio
@@ -23,18 +23,18 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from mlc_amd.tools.server.service import Service
 from mlc_amd.tools.terminal import display
 
-# Seconds that a connection may stay without a request, the first one included, and within which a request's headers
-# must arrive.
+# Seconds without a request, including before the first one, after which a connection is closed; also the limit within
+# which the headers of a request must arrive.
 IDLE_CONNECTION = 30
-# Open files besides connections: the model's, the device's, those of processes that are started.
+# Files that are open besides connections: the model's, the device's, those of child processes.
 _OWN_FILES = 128
-# Seconds that a stopping server waits for connections that are at their end.
+# Seconds that a stopping server waits for connections that are about to end.
 _LAST_CONNECTIONS = 5
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's, which also closes connections that send no request, or headers one byte at a time. uvicorn looks only
-    at the time between two requests, and any byte ends that."""
+    """uvicorn's protocol. It also closes connections that send no request, or send headers one byte at a time. uvicorn
+    itself only measures the time between two requests, and any received byte ends this time."""
 
     _idle: asyncio.TimerHandle | None = None
 
@@ -63,12 +63,12 @@ class Protocol(HttpToolsProtocol):
 
     def _close_idle(self) -> None:
         if self.cycle is None or self.cycle.response_complete:
-            self.transport.abort()  # a client that does not read would keep what is written alive
+            self.transport.abort()  # otherwise a client that does not read would keep the written data in memory
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, with the signals described above. load: makes the models that must be there before requests are taken;
-    ready: called once they are. failure: why `load` failed."""
+    """uvicorn's server, with the signals described above. load: loads the models that are needed before requests are
+    accepted. ready: called afterwards. failure: why `load` failed."""
 
     failure: BaseException | None = None
 
@@ -84,7 +84,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self._load is None:
             self._ready()
-        else:  # a daemon: a signal that ends the server need not wait for it
+        else:  # a daemon thread, so that a signal need not wait for it to end
             threading.Thread(target=self._run_load, args=(asyncio.get_running_loop(), self._load), daemon=True).start()
 
     def _run_load(self, loop: asyncio.AbstractEventLoop, load: Callable[[], object]) -> None:
@@ -104,13 +104,13 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+        if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
             yield
             return
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop, number)
-        yield  # the handlers stay until the loop is closed: models are unloaded meanwhile
+        yield  # the handlers stay until the loop is closed, as models are unloaded meanwhile
 
     def _stop(self, number: int) -> None:
         service = self._service
@@ -129,8 +129,9 @@ class Server(uvicorn.Server):
 
 
 def allow_connections(requests: int) -> None:
-    """Each connection is an open file: raises their number to what the system grants, where shells and services grant
-    1024 at first. requests: that are answered or wait at a time; the user is warned where they are more."""
+    """Each connection is an open file: raises the limit of open files to the largest that the system permits; shells
+    and services start with 1024. Warns if this is too few for `requests`, the limit of requests that are answered or
+    wait at a time."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -144,7 +145,7 @@ def allow_connections(requests: int) -> None:
 def make_server(
     app: ASGIApp, service: Service, ready: Callable[[], None], load: Callable[[], object] | None = None
 ) -> Server:
-    """Its `run(sockets=[..])` serves until a signal has stopped it, in the main thread; in another one, until
+    """The server. Its `run(sockets=[..])` serves until a signal stops it in the main thread; in another thread, until
     `should_exit` is set."""
     config = uvicorn.Config(
         app,

@@ -1,11 +1,11 @@
-"""`GET /metrics`: what a server does, for Prometheus.
+"""`GET /metrics`: the metrics of a server, for Prometheus.
 
-The names are those of vLLM's server where it has such a metric: load balancers of the Kubernetes Gateway API take
-`vllm:num_requests_waiting`, `vllm:num_requests_running` and `vllm:kv_cache_usage_perc` from there
-(gateway-api-inference-extension, model server protocol), and dashboards exist for the others. Each has the label
-`model_name`. Only what vLLM does not have is called `mlc_amd:`.
+Metrics that vLLM's server has, too, have vLLM's names: load balancers of the Kubernetes Gateway API use
+`vllm:num_requests_waiting`, `vllm:num_requests_running` and `vllm:kv_cache_usage_perc`
+(gateway-api-inference-extension, model server protocol), and there are dashboards for the others. Each has the label
+`model_name`. Only metrics that vLLM does not have begin with `mlc_amd:`.
 
-Queue and cache are read from the engines when somebody asks.
+Queue and cache are read from the engines when the metrics are requested.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,11 +21,11 @@ from mlc_amd.runtime.engine.generation import Stats
 from mlc_amd.tools.server.library import Library
 
 _LABELS = ("model_name",)
-# Buckets in seconds: of vLLM's histograms.
+# The buckets of vLLM's histograms, in seconds.
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 _WHOLE = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
-# Of `Stats` -> the counter that adds it up.
+# field of `Stats` -> the counter of its sum
 _COUNTERS = {
     "prompt_tokens": ("vllm:prompt_tokens", "Tokens of prompts."),
     "cached_tokens": ("vllm:prefix_cache_hits", "Tokens of prompts found in the KV cache."),
@@ -36,7 +36,7 @@ _COUNTERS = {
 
 
 class Metrics:
-    """The metrics of one server. `answered` is called for each answer, `responded` for each request."""
+    """The metrics of one server. Call `answered` for each answer and `responded` for each request."""
 
     def __init__(self, library: Library) -> None:
         registry = self.registry = CollectorRegistry()
@@ -59,7 +59,7 @@ class Metrics:
         self._requests = counter("mlc_amd:http_requests", "HTTP requests by path and status.", ("path", "status"))
 
     def answered(self, model: str, stats: Stats) -> None:
-        """An answer of this model has ended, or was ended."""
+        """Called when an answer of this model has ended, or was ended."""
         for name, counter in self._counters.items():
             counter.labels(model).inc(getattr(stats, name))
         self._answers.labels(model, "abort" if stats.finish == "interrupted" else stats.finish).inc()
@@ -70,7 +70,7 @@ class Metrics:
             self._token.labels(model).observe(stats.decode_s / (stats.generated - 1))
 
     def encoded(self, model: str, texts: int, tokens: int) -> None:
-        """So many texts of so many tokens became vectors or scores."""
+        """Called when texts became vectors or scores. texts, tokens: their numbers."""
         self._counters["prompt_tokens"].labels(model).inc(tokens)
         self._texts.labels(model).inc(texts)
 

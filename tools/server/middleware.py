@@ -1,9 +1,9 @@
-"""What happens to every request before and after its handler, outermost first:
+"""What happens to every request before and after its handler. From the outside:
 
 (CORS)      Starlette's, if origins are allowed
-Gate        a request id, a line in the log, 503 while the server is stopping, loads its first model or has too
-            many requests, and error bodies for exceptions
-Access      API keys; without keys, who may ask from a browser
+Gate        a request id; a line in the log; 503 while the server is stopping, loads its first model or has too many
+            requests; error bodies for exceptions
+Access      API keys; without keys, which browsers' requests are allowed
 """
 
 import hmac
@@ -26,23 +26,23 @@ from mlc_amd.tools.server.service import Service
 from mlc_amd.tools.server.streaming import ClientGone, Json
 
 _ID = re.compile(r"[\w.:-]{1,128}")
-# Answered also without a key and while the server is stopping: what load balancers ask for. So is the chat page
-# (anything that is no API), which asks for a key itself.
+# Answered without a key, and also while the server is stopping: load balancers ask for these. The same holds for the
+# chat page (every path that is no API), which asks the user for a key itself.
 _OPEN = ("/health",)
-# What is asked for often and computes nothing: no line in the log.
+# Requested often, and cheap: not logged.
 _SILENT = ("/health", "/metrics")
-_SHOWN = 100  # characters of a request's line in an error
-# HTTP's unofficial code for "the client closed the connection", in the log alone.
+_SHOWN = 100  # limit of a request's line in an error message, in characters
+# HTTP's unofficial status for "the client closed the connection"; only used in the log.
 _GONE = 499
 
 
 def keyed(paths: Sequence[str]) -> tuple[str, ...]:
-    """What the paths that need a key begin with: all but _OPEN."""
+    """The prefixes of paths that need a key: all except _OPEN."""
     return tuple({first[0] for path in paths if path not in _OPEN and (first := re.match(r"/[^/]+/?", path))})
 
 
 class Gate:
-    """See the module's docstring. paths: of the APIs, which are counted by their own names."""
+    """See the module's docstring. paths: the paths of the APIs. Metrics count each of them by its own name."""
 
     def __init__(self, app: ASGIApp, service: Service, paths: Sequence[str]) -> None:
         self._app, self._service, self._paths, self._keyed = app, service, frozenset(paths), keyed(paths)
@@ -78,7 +78,7 @@ class Gate:
         except ClientGone:
             status = _GONE
         except Exception as error:
-            if status:  # too late for a body
+            if status:  # the response has begun: too late for an error body
                 raise
             await error_response(scope["path"], error)(scope, receive, send_with_id)
         finally:
@@ -96,7 +96,7 @@ class Gate:
 
 
 def error_response(path: str, error: Exception) -> Json:
-    """In the form of the path's API."""
+    """An error in the form of the path's API."""
     known = errors.reported(error)
     return Json(errors.body_for(path, known), known.status, known.headers)
 
@@ -112,10 +112,10 @@ def _log(scope: Scope, status: int, seconds: float) -> None:
 
 
 class Access:
-    """Lets requests pass that have one of the keys; without keys, those of programs and of pages of this server, not of
-    other web pages: any page that a user of this machine visits can reach a server on it. A browser names the page's
-    origin where the page is of another site, but a page whose name was made to point to this machine (DNS rebinding) is
-    of the same site: such names are refused, too. paths: of the APIs."""
+    """Accepts requests that have one of the keys. Without keys, accepts requests of programs and of this server's own
+    pages, but not those of other web pages: any page that a user of this machine visits could send requests to a server
+    on it. For a page of another site, the browser sends the page's origin. A page whose name was made to point to this
+    machine (DNS rebinding) counts as the same site, so unknown host names are rejected, too. paths: of the APIs."""
 
     def __init__(
         self, app: ASGIApp, paths: Sequence[str], keys: Sequence[str], origins: Sequence[str],
@@ -134,10 +134,11 @@ class Access:
         await self._app(scope, receive, send)
 
     def _checked_key(self, headers: Headers) -> int:
-        """The number of the key that the request has: the keys themselves go no further."""
+        """The number of the request's key; the key itself is not passed on."""
         kind, _, token = headers.get("authorization", "").partition(" ")
-        given = token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")  # Anthropic's header
-        # All keys are compared, each in constant time.
+        # the header of Anthropic's API
+        given = token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
+        # Compares all keys, each in constant time.
         found = [n for n, key in enumerate(self._keys, 1) if hmac.compare_digest(key, given.encode("utf-8", "replace"))]
         if not found:
             what = "is wrong" if given else "is missing: send the header Authorization: Bearer KEY"
@@ -158,7 +159,7 @@ class Access:
 
 
 def _split(address: str) -> SplitResult:
-    """ApiError 400 for what is no address, such as half an IPv6 one."""
+    """The parts of an address. Raises ApiError 400 for an invalid one, such as half an IPv6 address."""
     try:
         return urlsplit(address)
     except ValueError:
@@ -177,7 +178,7 @@ def _is_local(host: str, names: Sequence[str]) -> bool:
 
 
 def http_error(request: Request, error: Exception) -> Json:
-    """For what Starlette raises itself: 404 for unknown paths, 405 for other methods."""
+    """The response for errors of Starlette itself: 404 for unknown paths, 405 for other methods."""
     status, path = getattr(error, "status_code", 500), one_line(request.url.path, _SHOWN)
     text = {404: f"there is no {path} here", 405: f"{path} does not take {one_line(request.method, _SHOWN)}"}
     known = ApiError(status, text.get(status, str(getattr(error, "detail", error))))

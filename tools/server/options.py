@@ -1,4 +1,4 @@
-"""The options of a server: the flags of `mlc-amd serve`, and what its parts know them by."""
+"""The options of a server: the flags of `mlc-amd serve`, and their values for the parts of the server."""
 
 import ipaddress
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from mlc_amd.tools.options import Quiet
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(Checked):
-    """body_timeout: seconds in which a request's body must arrive."""
+    """body_timeout: seconds within which the body of a request must arrive."""
 
     host: Annotated[str, Option("address to listen on; 0.0.0.0 for all of this machine's")] = "127.0.0.1"
     port: Annotated[int, Option("port to listen on; 0 takes a free one", low=0, high=65535)] = 8080
@@ -51,7 +51,7 @@ class ServeOptions(Checked):
 
     @property
     def local(self) -> bool:
-        """Whether only this machine reaches the server."""
+        """Whether only this machine can reach the server."""
         if self.uds is not None or self.host == "localhost":
             return True
         try:
@@ -61,7 +61,7 @@ class ServeOptions(Checked):
 
     @property
     def hosts(self) -> tuple[str, ...] | None:
-        """Names in the Host header besides IP addresses and localhost; None: all."""
+        """The names that are allowed in the Host header, in addition to IP addresses and localhost; None: all."""
         return (self.host, "") if self.local and not self.api_key else None
 
     @property
@@ -71,5 +71,5 @@ class ServeOptions(Checked):
 
     @property
     def limit(self) -> float | None:
-        """`timeout`; None: any time."""
+        """`timeout` in seconds; None: no limit."""
         return self.timeout or None

@@ -1,12 +1,11 @@
-"""Conversations as the APIs have them -> the text and the token ids of a prompt.
+"""Turns conversations in the form of the APIs into the text and the token ids of a prompt.
 
-In:  messages in OpenAI's form (https://platform.openai.com/docs/api-reference/chat/create), tools, and how much the
-     model shall think.
-Out: `check_messages`: the same, checked, as chat templates take them, with `messages.IMAGE` in the place of each image,
-     and "images", their sources; ApiError 400 with the field's path for what is no message or neither text nor image
-     (audio). `Prompter.prompt`: text and ids.
+In: messages in OpenAI's form (https://platform.openai.com/docs/api-reference/chat/create), tools, and how much the
+model should think. Out: `check_messages`: the checked messages in the form for chat templates, with `messages.IMAGE` in
+the place of each image, and "images", their sources. It raises ApiError 400, with the field's path, for invalid
+messages and for contents that are neither text nor image (audio). `Prompter.prompt`: text and ids.
 
-Texts of the client never become control tokens: what is rendered knows what the template wrote itself.
+Texts of the client never become control tokens: the rendered text records what the template wrote itself.
 """
 
 import json
@@ -27,19 +26,19 @@ from mlc_amd.tools.server.errors import invalid
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.images import IMAGE_PARTS, ImageSource, image_of, images_in
 
-# OpenAI's roles, and those that chat templates call otherwise.
+# OpenAI's roles, including those that have other names in chat templates.
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _RENAMED = {"developer": "system", "function": "tool"}
-# Names that clients give to an assistant message's thinking.
+# Names that clients use for the thinking of an assistant message.
 _THINKING = ("reasoning_content", "reasoning", "thinking")
-# Fields of which an assistant message has at least one, which may be null or empty.
+# An assistant message must have at least one of these fields; the value may be null or empty.
 _ANSWERS = ("content", "tool_calls", "function_call", "refusal", *_THINKING)
-# Parts of a content that hold text, each in a field of its type's own name or "text".
+# Parts of a content that have text, in a field with the type's name or "text".
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 def check_messages(fields: Fields, name: str = "messages") -> list[dict[str, Any]]:
-    """The messages in this field of a request, as templates take them."""
+    """The messages in this field of a request, in the form for templates."""
     fields.required(name)
     found = [_message(message) for message in fields.objects(name)]
     if not found:
@@ -70,7 +69,8 @@ def _message(message: Fields) -> dict[str, Any]:
 
 
 def content_of(fields: Fields, name: str, required: bool = True) -> dict[str, Any]:
-    """The fields of a message for a content, a text or a list of parts: "content", and "images" if it has some."""
+    """The fields of a message for a content, which is a text or a list of parts: "content", and "images" if there are
+    any."""
     value = fields.required(name) if required else fields.raw(name)
     if value is None or isinstance(value, str):
         return {"content": value or ""}
@@ -80,7 +80,7 @@ def content_of(fields: Fields, name: str, required: bool = True) -> dict[str, An
 
 
 def with_images(message: dict[str, Any], images: Sequence[ImageSource]) -> dict[str, Any]:
-    """The message with images before its content, as ollama's API has them beside it."""
+    """The message with images before its content. In ollama's API they are a separate field."""
     if not images:
         return message
     content, others = message["content"], message.get("images", ())
@@ -88,7 +88,7 @@ def with_images(message: dict[str, Any], images: Sequence[ImageSource]) -> dict[
 
 
 def content_text(fields: Fields, name: str) -> str:
-    """The text of a content that may have no images, "" if it is absent."""
+    """The text of a content that must have no images; "" if it is absent."""
     found = content_of(fields, name, required=False)
     if "images" in found:
         raise fields.wrong(name, "text: there can be no images here")
@@ -96,7 +96,7 @@ def content_text(fields: Fields, name: str) -> str:
 
 
 def joined(parts: Iterable[str | ImageSource]) -> dict[str, Any]:
-    """`content_of` of these parts."""
+    """`content_of` for these parts."""
     parts = list(parts)
     images = [part for part in parts if isinstance(part, ImageSource)]
     content = "".join(part if isinstance(part, str) else IMAGE for part in parts)
@@ -125,7 +125,7 @@ def _called(function: Fields, id: str) -> dict[str, Any]:
 
 
 def arguments_of(fields: Fields, name: str) -> dict[str, Any]:
-    """A call's arguments, an object or its JSON text, as the object; see chat_request.parsed_arguments."""
+    """The arguments of a call as an object, from an object or its JSON text; see chat_request.parsed_arguments."""
     given = fields.raw(name)
     if not isinstance(given, str | Mapping | list | None):
         raise fields.wrong(name, "an object or its JSON text")
@@ -133,13 +133,13 @@ def arguments_of(fields: Fields, name: str) -> dict[str, Any]:
 
 
 def _with_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with ids of calls, which ollama's and OpenAI's old form have not but chat templates want: results
-    are in the order of the calls."""
+    """Adds ids to calls. ollama's API and OpenAI's old form have none, but chat templates need them. Results are
+    assumed to have the order of the calls."""
     waiting: list[str] = []
     count = 0
     for message in messages:
         for call in message.get("tool_calls", ()):
-            call["id"] = call["id"] or f"call{count:05d}"  # nine letters and digits, as Mistral's templates want them
+            call["id"] = call["id"] or f"call{count:05d}"  # nine letters and digits, as Mistral's templates require
             count += 1
             waiting.append(call["id"])
         if message["role"] == "tool" and "tool_call_id" not in message and waiting:
@@ -148,9 +148,10 @@ def _with_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class Prompter:
-    """Makes the prompts of one model. Thread-safe. tool_template: for requests with tools. instructed: it knows none:
-    an instruction explains them (runtime/calls/call_messages.py). thinking: its format, for answers that continue.
-    images: the engine's; urls: whether images of the web may be fetched."""
+    """Makes the prompts of one model. Thread-safe. tool_template: the template for requests with tools. instructed:
+    whether the template does not support tools, so that an instruction explains them (runtime/calls/call_messages.py).
+    thinking: the format of thinking, for answers that continue. images: the engine's. urls: whether images may be
+    downloaded from the web."""
 
     def __init__(
         self,
@@ -167,8 +168,8 @@ class Prompter:
         self._instructed, self._thinking = instructed, thinking
 
     def prompt(self, request: ChatRequest) -> tuple[str, list[int]]:
-        """The rendered text and its ids. UserError for what the template refuses, and for images that cannot be used or
-        that the model does not take."""
+        """The rendered text and its ids. Raises UserError if the template rejects the conversation, if images cannot be
+        used, or if the model does not accept images."""
         images = [self._loaded(source) for source in images_of(request.messages)]
         variables = dict(request.template_variables) | self._switch(request.thinking)
         messages: list[dict[str, Any]] = [dict(message) for message in request.messages]
@@ -179,7 +180,7 @@ class Prompter:
         elif tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages):
             messages = with_tools(messages, tools)
         for message in messages:
-            # gpt-oss's template has a name of its own for the thinking, which it refuses beside a text and calls.
+            # gpt-oss's template has its own name for the thinking, and rejects it together with a text and calls.
             if thought := "" if message["content"] else message.get("reasoning_content"):
                 message["thinking"] = thought
         begun = messages.pop() if request.is_begun else None
@@ -190,7 +191,7 @@ class Prompter:
         return text, Prompt.of(self._images.encode(text, images))
 
     def seen_text(self, text: SeenText) -> list[int]:
-        """The ids of a text that is continued as it is. UserError as in `prompt`."""
+        """The ids of a text that is continued without a template. Raises UserError as `prompt` does."""
         images = [self._loaded(source) for source in images_of([{"images": text.images}])]
         return Prompt.of(self._images.encode(text.text, images))
 
@@ -202,17 +203,17 @@ class Prompter:
             raise invalid(str(error), source.path) from error
 
     def _switch(self, thinking: Sequence[str]) -> dict[str, Any]:
-        """The variables for the first of the values that the template has a switch for."""
+        """The variables for the first of these values for which the template has a switch."""
         for value in thinking:
             try:
                 return self._template.switch(value)
             except UserError:
-                continue  # another value may fit; none: the template decides
+                continue  # another value may fit; if none does, the template decides
         return {}
 
 
 def _rendered(template: ChatTemplate, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> Traced:
-    """Most templates take a call's arguments as an object, some as JSON text."""
+    """Renders the messages. Most templates expect a call's arguments as an object, some as JSON text."""
     try:
         return template.render(messages, **variables)
     except UserError:
@@ -222,7 +223,7 @@ def _rendered(template: ChatTemplate, messages: list[dict[str, Any]], variables:
 
 
 def _with_texts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with its calls' arguments as JSON texts."""
+    """The message with the arguments of its calls as JSON texts."""
     if "tool_calls" not in message:
         return dict(message)
     calls = [

@@ -1,10 +1,11 @@
 # pyright: reportMissingImports=false
-"""`mlc-amd serve --ray`: deploys the server on a Ray cluster, waits for a signal, and takes it away again.
+"""`mlc-amd serve --ray`: deploys the server on a Ray cluster, waits for a signal, and deletes it again.
 
-In: a cluster's address, the models and options of tools/commands/serve.py. What runs there is in ray_replicas.py.
+In: a cluster's address, the models and options of tools/commands/serve.py. ray_replicas.py has what runs on the
+cluster.
 
-The first SIGINT or SIGTERM stops it: new requests get 503, answers in progress are finished, then the application is
-deleted. The second one ends the answers in progress, too.
+The first SIGINT or SIGTERM stops the server: new requests get 503, answers in progress are finished, then the
+application is deleted. A second signal also ends the answers in progress.
 """
 
 import logging
@@ -45,21 +46,22 @@ from mlc_amd.tools.terminal import display
 APPLICATION = "mlc-amd"
 _LOGGING = LoggingConfig(log_level="WARNING", enable_access_log=False)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Requests besides those that the server's own limit counts: pages, metrics, and those that it answers with 503.
+# Requests that the server's own limit does not count: pages, metrics, and requests that are answered with 503.
 _UNCOUNTED = 64
-# Seconds that answers have where somebody else deletes the application and --timeout sets no limit.
+# Seconds that answers may take after someone else has deleted the application, if --timeout sets no limit.
 _LAST_ANSWERS = 3600.0
-# Seconds within which a cluster's address takes a connection.
+# Seconds within which a connection to the cluster's address must be established.
 _REACHABLE = 10.0
-# Seconds between two looks at an application that is being deleted, and that it may take.
+# Seconds between two checks of an application that is being deleted; seconds that the deletion may take.
 _POLL, _DELETED = 0.1, 60.0
-# How often a replica is started that fails at once: another try may find another machine.
+# How often a replica is started that fails immediately: the next attempt may use another machine.
 _TRIES = 3
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """What is deployed. models: how to load each, by the names that clients use; all but the model is the same."""
+    """What is deployed. models: how to load each model, by the names that clients use; the options are equal except for
+    the model."""
 
     models: Mapping[str, LoadOptions]
     options: ServeOptions
@@ -70,15 +72,15 @@ class Deployment:
 
 
 def run(deployment: Deployment) -> None:
-    """Serves until a signal has stopped it. UserError if the cluster cannot be reached or fails, or a replica cannot be
-    started."""
+    """Serves until a signal stops it. Raises UserError if the cluster cannot be reached or fails, or if a replica
+    cannot be started."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     _interrupt()
     try:
         with _cluster(deployment.options.ray or ""):
             _run(deployment)
     except (RayError, RayServeException) as error:
-        if isinstance(error, RayTaskError):  # of what ran there
+        if isinstance(error, RayTaskError):  # the error that was raised on the cluster
             raise
         raise UserError(f"the Ray cluster fails: {_line(error)}; look into its logs, and at `ray status`") from error
     finally:
@@ -87,7 +89,7 @@ def run(deployment: Deployment) -> None:
 
 
 def _interrupt() -> None:
-    """Makes KeyboardInterrupt of signals."""
+    """Turns signals into KeyboardInterrupt."""
     for number in _SIGNALS:
         signal.signal(number, signal.default_int_handler)
 
@@ -108,14 +110,15 @@ def _run(deployment: Deployment) -> None:
             _stop(gateway)
     finally:
         with _quiet():
-            if serving or not local:  # a local cluster ends with all that it has
+            if serving or not local:  # a local cluster ends with everything that runs on it
                 _delete(loading=not serving)
-            ray.shutdown()  # until then Ray prints
+            ray.shutdown()  # Ray prints messages until then
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within the block nothing of Ray's is shown: its threads print what fails because the application ends."""
+    """Hides Ray's output within the block: its threads report failures that are caused by the end of the
+    application."""
     log = logging.getLogger("ray")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -141,7 +144,7 @@ def _stop(gateway: DeploymentHandle) -> None:
 
 
 def _check_address(address: str) -> None:
-    """UserError if nothing answers there: Ray itself would try for minutes."""
+    """Raises UserError if nothing answers at the address. Ray itself would try for minutes."""
     if address in ("auto", "local"):
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -149,18 +152,19 @@ def _check_address(address: str) -> None:
         raise UsageError(f"--ray is {address!r}: give auto, local, HOST:PORT or ray://HOST:PORT")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _REACHABLE).close()
-    except (OSError, OverflowError, UnicodeError) as error:  # the latter: no port has that number, no host that name
+    # OverflowError, UnicodeError: an impossible port number or host name
+    except (OSError, OverflowError, UnicodeError) as error:
         raise UserError(f"no Ray cluster at {address}: {getattr(error, 'strerror', None) or error}") from error
 
 
 @contextmanager
 def _cluster(address: str) -> Iterator[None]:
     _check_address(address)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a new cluster: it would report to Ray's makers
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a new cluster would otherwise report to Ray's makers
     more: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
         ray.init(address, logging_level=logging.ERROR, log_to_driver=False, **more)
-    except Exception as error:  # of a node that does not start in time Ray has no class
+    except Exception as error:  # Ray has no exception class for a node that does not start in time
         ray.shutdown()
         if address == "local":
             folder = os.path.join(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray/session_latest/logs")
@@ -169,7 +173,7 @@ def _cluster(address: str) -> Iterator[None]:
         hint = "`ray start --head` starts one; if it wants a token, set RAY_AUTH_MODE=token"
         raise UserError(f"cannot connect to a Ray cluster at {address}: {_line(error)} ({hint})") from error
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    _interrupt()  # Ray has its own handlers by now
+    _interrupt()  # Ray has installed its own handlers
     try:
         yield
     finally:
@@ -177,13 +181,13 @@ def _cluster(address: str) -> Iterator[None]:
 
 
 def _line(error: BaseException) -> str:
-    """The first line of a message, without its end."""
+    """The first line of a message, without the final punctuation."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
 
 
 def _start(host: str, port: int) -> str:
-    """Starts Ray Serve where it does not run. The address at which it takes requests: where it runs already, that is
-    not the given one."""
+    """Starts Ray Serve if it does not run. Returns the address at which it accepts requests. If it was running already,
+    this is not the given address."""
     try:
         where = HTTPOptions(host=host, port=port)
         serve.start(proxy_location="HeadOnly", http_options=where, logging_config=_LOGGING)
@@ -198,7 +202,7 @@ def _start(host: str, port: int) -> str:
 
 
 def _deploy(deployment: Deployment) -> DeploymentHandle:
-    """The gateway, once all replicas take requests."""
+    """Deploys the application. Returns the gateway when all replicas accept requests."""
     resources, changed = _share(deployment)
     options = deployment.options
     requests, limit = options.max_requests + _UNCOUNTED, options.limit or _LAST_ANSWERS
@@ -227,7 +231,7 @@ def _deploy(deployment: Deployment) -> DeploymentHandle:
 
 
 def _reason(error: BaseException) -> str:
-    """Why a replica could not be started: Ray quotes the traceback, of which the last line is `module.Class: text`."""
+    """Why a replica could not be started. Ray quotes the traceback; its last line is `module.Class: text`."""
     application = serve.status().applications.get(APPLICATION)
     told = [one.message for one in application.deployments.values() if one.message] if application else []
     last = [text.strip().splitlines()[-1] for text in (str(error), *told) if text.strip()][-1]
@@ -235,8 +239,8 @@ def _reason(error: BaseException) -> str:
 
 
 def _load(known: Mapping[str, LoadOptions], name: str, gpus: tuple[int, ...]) -> Engine | Encoder:
-    """A model's engine, in a replica. gpus: the numbers of those that Ray gave it. HIP shows a process no others, which
-    it numbers from 0 on; Vulkan does, and has the same order."""
+    """The engine of a model, in a replica. gpus: the numbers of the GPUs that Ray assigned. HIP shows a process only
+    these, and numbers them from 0. Vulkan shows all GPUs, in the same order."""
     options = known[name]
     if gpus and options.device is None:
         compiled = _compiled(options)
@@ -246,21 +250,21 @@ def _load(known: Mapping[str, LoadOptions], name: str, gpus: tuple[int, ...]) ->
 
 
 def _compiled(options: LoadOptions) -> Manifest | None:
-    """The manifest of a model that was compiled before, if this machine has it."""
+    """The manifest of a model, if this machine has it compiled."""
     path = models.local(options.model) if options.model else None
     return Artifact.open(path).manifest if path and path.is_dir() else None
 
 
 def gpus_each(options: LoadOptions) -> int:
-    """How many GPUs a replica needs for a model."""
+    """The number of GPUs that a replica needs for a model."""
     compiled = _compiled(options)
     parts = compiled["gpus"] if compiled else options.gpus
     return max(len(options.devices), len(options.tensor_split), parts or 1)
 
 
 def _share(deployment: Deployment) -> tuple[dict[str, float], dict[str, Any]]:
-    """What a replica takes of the cluster, in Ray's words, and what that changes of how models are loaded: where the
-    cluster has GPUs, as many as the models need, else as many CPUs as each can have."""
+    """What a replica takes of the cluster, in Ray's terms, and the changes of the loading options that follow: if the
+    cluster has GPUs, as many as the models need; otherwise, as many CPUs as each replica can have."""
     load = next(iter(deployment.models.values()))
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     target, threads, count = load.target, load.threads, deployment.replicas
@@ -276,7 +280,7 @@ def _share(deployment: Deployment) -> tuple[dict[str, float], dict[str, Any]]:
 
 
 def most_each(cpus: Sequence[int], replicas: int) -> int:
-    """How many CPUs each replica can have on nodes with these numbers of CPUs; at least 1."""
+    """The number of CPUs that each replica can have on nodes with these numbers of CPUs; at least 1."""
     sizes = range(max(cpus, default=1), 0, -1)
     return next((each for each in sizes if sum(count // each for count in cpus) >= replicas), 1)
 
@@ -287,15 +291,15 @@ def _warn(there: int, needed: int, what: str) -> None:
 
 
 def _delete(loading: bool) -> None:
-    """Takes the application off the cluster, and Ray Serve where no other application uses it. loading: not all
-    replicas have their model, and none has requests: Ray would wait until those that load are done."""
+    """Deletes the application, and stops Ray Serve if no other application uses it. loading: whether some replicas are
+    still loading their model; there are no requests then, and Ray would wait until the models are loaded."""
     try:
         serve.delete(APPLICATION, _blocking=not loading)
         end = time.monotonic() + _DELETED
         while APPLICATION in serve.status().applications:
             if time.monotonic() > end:
                 raise TimeoutError("it does not end")
-            _kill_replicas()  # again and again: until Ray has read the deletion, it starts others
+            _kill_replicas()  # repeatedly, as Ray starts new replicas until it has noticed the deletion
             time.sleep(_POLL)
         if not serve.status().applications:
             serve.shutdown()

@@ -1,11 +1,11 @@
 # pyright: reportMissingImports=false
 """What runs on a Ray cluster for `mlc-amd serve --ray`: replicas of the server, each with its own engine, and a gateway
-that gives each request to the best of them.
+that forwards each request to the best replica.
 
     Ray's HTTP proxy -> Gateway -> Router chooses -> Replica: the application of app.py -> back the same way
 
-A `Call` goes to a replica, lists of ASGI messages come back as they are made. A client that goes away, and a caller
-that cancels, end the answer.
+A replica gets a `Call`, and returns lists of ASGI messages as they are made. If the client goes away, or the caller
+cancels, the answer ends.
 """
 
 import asyncio
@@ -40,20 +40,20 @@ from mlc_amd.tools.server.options import ServeOptions
 from mlc_amd.tools.server.service import Service, parse_body, read_body
 from mlc_amd.tools.terminal import terminal
 
-# What a request is, of all that ASGI's scope has: the rest belongs to the process.
+# The entries of ASGI's scope that describe the request; the others belong to the process.
 _SCOPE = (
     "type", "asgi", "http_version", "server", "client", "scheme", "method", "path", "raw_path", "query_string",
     "root_path", "headers",
 )  # fmt: skip
-# Seconds that all replicas may take to tell their metrics.
+# Seconds within which all replicas must return their metrics.
 _METRICS_LIMIT = 10.0
 _RESPONSES = "/v1/responses"
 
 
 @dataclass(frozen=True)
 class Call:
-    """A request as data. blocks: of its prompt (affinity.py). response: an id of the Responses API that it is about;
-    the replica that made it begins it with its own name."""
+    """A request as data. blocks: of its prompt (affinity.py). response: the id of the Responses API's response to which
+    it refers; it begins with the name of the replica that made it."""
 
     scope: dict[str, Any]
     body: bytes
@@ -61,11 +61,11 @@ class Call:
     response: str = ""
 
 
-# ---- one of the replicas
+# ---- a replica
 
 
 class Replica:
-    """The server's application. load: (name, numbers of the GPUs that Ray gave this replica) -> its engine."""
+    """The server's application. load: (name, numbers of the GPUs that Ray assigned to this replica) -> its engine."""
 
     def __init__(
         self, names: Sequence[str], load: Callable[[str, tuple[int, ...]], Engine | Encoder], options: ServeOptions
@@ -117,11 +117,12 @@ class Replica:
         return self._name, [message async for messages in self.answer(call) for message in messages]
 
 
-# ---- which one
+# ---- the choice of a replica
 
 
 class Router(RequestRouter):
-    """Gives a call to the replica that can begin its answer first, and to the one that has the response it is about."""
+    """Chooses the replica that can begin the answer first; or the replica that has the response to which the call
+    refers."""
 
     def initialize_state(self, **kwargs: Any) -> None:
         self._affinity = Affinity()
@@ -132,7 +133,7 @@ class Router(RequestRouter):
     ) -> list[list[RunningReplica]]:
         if pending_request is None:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # where all are full
+        pending_request.routing_context.should_backoff = True  # all replicas are full
         call: Call = pending_request.args[0]
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         ranked = self._affinity.ranked(call.blocks, {name: self._running[name] for name in by_name})
@@ -165,8 +166,8 @@ class Router(RequestRouter):
 
 
 class Gateway:
-    """Takes the requests. replicas: a handle to a deployment of `Replica` with `Router`. One process: what it knows of
-    the replicas' caches and load is in its memory."""
+    """Accepts the requests. replicas: a handle to a deployment of `Replica` with `Router`. There is one gateway
+    process, as it has in memory what it knows of the replicas' caches and load."""
 
     def __init__(self, replicas: DeploymentHandle, options: ServeOptions) -> None:
         terminal.clean_process()
@@ -178,12 +179,12 @@ class Gateway:
         return _Asgi(self._serve)
 
     async def stop(self) -> int:
-        """Takes no more requests. How many are in progress."""
+        """Accepts no more requests. Returns how many are in progress."""
         self._stopping = True
         return len(self._running)
 
     async def end(self, now: bool = False) -> None:
-        """Returns when the requests in progress are answered. now: without waiting for their answers."""
+        """Returns when the requests in progress are answered. now: ends them instead."""
         for task in self._running if now else ():
             task.cancel()
         while self._running:
@@ -204,16 +205,18 @@ class Gateway:
                     begun = True
                     await send(message)
         except (ApiError, RayActorError, RayServeException, TimeoutError) as error:
-            if begun:  # too late for a body: the connection ends
+            if begun:  # the response has begun: the connection ends without an error body
                 raise
             known = error if isinstance(error, ApiError) else overloaded("the replica that had this request has died")
             await error_response(scope["path"], known)(scope, receive, send)
 
     async def _call(self, scope: Scope, receive: Receive) -> Call:
-        """ApiError for a body that does not arrive or is too large; what else is wrong with it the replica says."""
+        """Reads a request. Raises ApiError if its body does not arrive or is too large. The replica reports other
+        errors."""
         body = bytes(await read_body(Request(scope, receive), self._options))
         made, path = {name: scope[name] for name in _SCOPE if name in scope}, scope["path"]
-        made["headers"] = [header for header in scope["headers"] if header[0] != b"content-encoding"]  # it is decoded
+        # the body is decoded already
+        made["headers"] = [header for header in scope["headers"] if header[0] != b"content-encoding"]
         blocks, response = (), path.removeprefix(f"{_RESPONSES}/") if path.startswith(f"{_RESPONSES}/") else ""
         if body:
             with suppress(ApiError):
@@ -228,17 +231,17 @@ class Gateway:
             async for messages in response:
                 yield messages
         finally:
-            response.cancel()  # of one that has ended: nothing happens
+            response.cancel()  # no effect if the response has ended
 
     async def _metrics(self, call: Call) -> AsyncIterator[list[Message]]:
-        """The metrics of all replicas, with one more label: `replica`."""
+        """The metrics of all replicas, with an additional label `replica`."""
         answers = await self._replicas.broadcast("whole", call).results_async(timeout_s=_METRICS_LIMIT)
         refused = [messages for _, messages in answers if messages[0]["status"] != 200]
         yield refused[0] if refused else _merged(dict(answers))
 
 
 class _Asgi(Response):
-    """A response that is made by an ASGI application."""
+    """A response that an ASGI application makes."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Any]) -> None:
         super().__init__()
@@ -249,7 +252,7 @@ class _Asgi(Response):
 
 
 def _merged(answers: Mapping[str, Iterable[Message]]) -> list[Message]:
-    """The answer with the metrics of several replicas, of which each answer has those of one."""
+    """The answer with the metrics of all replicas, from one answer for each replica."""
     families: dict[str, Metric] = {}
     for replica, messages in sorted(answers.items()):
         text = b"".join(message.get("body", b"") for message in messages).decode()
@@ -257,7 +260,7 @@ def _merged(answers: Mapping[str, Iterable[Message]]) -> list[Message]:
             whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             whole.samples += [one._replace(labels={**one.labels, "replica": replica}) for one in family.samples]
     headers = [(b"content-type", CONTENT_TYPE_LATEST.encode())]
-    registry: Any = SimpleNamespace(collect=families.values)  # what prometheus_client takes for one
+    registry: Any = SimpleNamespace(collect=families.values)  # the interface that prometheus_client needs
     return [
         {"type": "http.response.start", "status": 200, "headers": headers},
         {"type": "http.response.body", "body": generate_latest(registry)},

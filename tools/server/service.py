@@ -1,4 +1,5 @@
-"""What the handlers of all APIs share: the models, the options, and the way from a request's body to its answer."""
+"""What the handlers of all APIs share: the models, the options, and the way from the body of a request to its
+answer."""
 
 import asyncio
 import zlib
@@ -19,21 +20,21 @@ from mlc_amd.tools.server.metrics import Metrics
 from mlc_amd.tools.server.options import ServeOptions
 from mlc_amd.tools.server.streaming import AnswerStream, Encoder, Json, collect
 
-# Bodies of more bytes are parsed in a thread.
+# Bodies with more bytes are parsed in a thread.
 _LARGE = 1 << 18
 
 
 @dataclass
 class Service:
-    """The state of a running server, at `app.state.service`. loading: the default model is not there yet; stopping: it
-    takes no new requests; running: requests that are being answered."""
+    """The state of a running server, at `app.state.service`. loading: whether the default model is still being loaded.
+    stopping: whether new requests are rejected. running: number of requests in progress."""
 
     library: Library
     options: ServeOptions
     loading: bool = False
     stopping: bool = False
     running: int = 0
-    on_idle: Callable[[], None] | None = None  # called when it is stopping and the last request ends
+    on_idle: Callable[[], None] | None = None  # called when the server is stopping and the last request ends
     metrics: Metrics = field(init=False)
 
     def __post_init__(self) -> None:
@@ -45,18 +46,18 @@ def service_of(request: Request) -> Service:
 
 
 def client_of(request: Request) -> str:
-    """Whose request it is, for the scheduler's fairness: the API key, or the address of the peer."""
+    """Identifies the client of a request, for the scheduler's fairness: by the API key, or by the peer's address."""
     key = request.scope["state"].get("key")
     return f"key {key}" if key else f"host {request.client.host if request.client else 'local'}"
 
 
 async def read_fields(request: Request) -> Fields:
-    """The body, a JSON object. ApiError 400, 408 and 413."""
+    """The body, which must be a JSON object. Raises ApiError 400, 408 and 413."""
     return Fields(await parse_body(await read_body(request, service_of(request).options)))
 
 
 async def read_body(request: Request, options: ServeOptions) -> bytearray:
-    """ApiError 400, 408 and 413."""
+    """The bytes of the body. Raises ApiError 400, 408 and 413."""
     body = bytearray()
     try:
         async with asyncio.timeout(options.body_timeout):
@@ -77,10 +78,10 @@ def _check_size(body: bytes | bytearray, options: ServeOptions) -> None:
 
 
 def _decoded(body: bytearray, encoding: str, options: ServeOptions) -> bytearray:
-    """ApiError 400, 413, and 415 for other encodings than gzip and deflate."""
+    """The decompressed body. Raises ApiError 400, 413, and 415 for encodings other than gzip and deflate."""
     if encoding not in ("gzip", "x-gzip", "deflate"):
         raise ApiError(415, f"the body's encoding is {shorten(encoding)}: this server decodes gzip and deflate")
-    decoder = zlib.decompressobj(zlib.MAX_WBITS | 32)  # both have a header
+    decoder = zlib.decompressobj(zlib.MAX_WBITS | 32)  # accepts the headers of both
     try:
         decoded = bytearray(decoder.decompress(body, options.body + 1))
     except zlib.error as error:
@@ -92,7 +93,7 @@ def _decoded(body: bytearray, encoding: str, options: ServeOptions) -> bytearray
 
 
 async def parse_body(body: bytes | bytearray) -> Any:
-    """The JSON value. ApiError 400."""
+    """The value of a JSON body. Raises ApiError 400."""
     return await asyncio.to_thread(_parse, body) if len(body) > _LARGE else _parse(body)
 
 
@@ -109,8 +110,8 @@ async def respond(
     encoder: Callable[[Answering], Encoder] | None,
     whole: Callable[[Answering, Sequence[Event]], Any],
 ) -> Response:
-    """Answers. encoder: makes what writes a streamed answer, None: it is not streamed; whole: makes the body of all
-    events."""
+    """Answers a request. encoder: makes the encoder of a streamed answer; None: the answer is not streamed. whole:
+    makes the body of a whole answer from all events."""
     service = service_of(request)
     answering = await answer(service.library, asked, service.metrics.answered)
     limit = service.options.limit

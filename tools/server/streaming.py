@@ -1,7 +1,7 @@
-"""Answers as responses: streamed, or collected into one body. A client that goes away ends its answer.
+"""Answers as HTTP responses, streamed or collected into one body. If the client goes away, the answer ends.
 
-`Encoder` is what an API makes of events; `AnswerStream` writes what it gives. Events that come within a short time are
-written together: a client sees no difference, and the event loop has less to do with many clients.
+An `Encoder` turns events into the bytes of an API; `AnswerStream` writes them. Events that arrive within a short time
+are written together: clients notice no difference, and the event loop has less work with many clients.
 """
 
 import asyncio
@@ -20,18 +20,18 @@ from mlc_amd.tools.server.answering import Answering
 from mlc_amd.tools.server.chat_request import Event, Text, Thinking, ToolCallArguments
 from mlc_amd.tools.server.errors import ApiError
 
-# Seconds between two writes of an answer: less than a frame of a 60 Hz screen, longer with each further stream, because
-# a write takes the event loop longer than all else for a token. Measured: 0.1 to 0.2 ms.
+# Seconds between two writes of an answer: less than a frame of a 60 Hz screen; longer with each further stream, because
+# a write takes the event loop longer than everything else for a token (measured: 0.1 to 0.2 ms).
 _WRITE_INTERVAL, _INTERVAL_OF_STREAM, _LONGEST_INTERVAL = 0.012, 0.0015, 0.1
-_TICKS = 4  # common times of writes in an interval
-# Seconds without an event after which a comment is sent, for proxies that close silent connections (30 to 60 s).
+_TICKS = 4  # number of common times for writes in an interval
+# Seconds without an event after which a comment is sent, because proxies close silent connections (after 30 to 60 s).
 PING_INTERVAL = 10.0
-# Seconds that a client may take to read what was written before there is room for more.
+# Seconds within which a client must read what was written, if the buffer is full.
 WRITE_LIMIT = 60.0
 
 
 class Encoder:
-    """What an API writes for an answer, one method after the other: by itself server-sent events, with OpenAI's
+    """What an API writes for an answer; the methods are called in order. By default: server-sent events, with OpenAI's
     errors."""
 
     media_type = "text/event-stream; charset=utf-8"
@@ -49,11 +49,11 @@ class Encoder:
         return b""
 
     def error(self, error: ApiError) -> bytes:
-        """Instead of `end`, after any of the others."""
+        """The bytes for an error. Written in place of `end`, at any time."""
         return sse(errors.openai_body(error))
 
     def ping(self) -> bytes:
-        """What a client ignores."""
+        """Bytes that clients ignore."""
         return b": ping\n\n"
 
 
@@ -74,7 +74,7 @@ async def while_connected(receive: Receive, send_ping: Any = None) -> AsyncItera
                 async with asyncio.timeout(PING_INTERVAL if send_ping else None):
                     message = await receive()
             except TimeoutError:
-                with suppress(TimeoutError):  # then the writer has the same trouble
+                with suppress(TimeoutError):  # the writer notices the same problem
                     await send_ping()
                 continue
             if message["type"] == "http.disconnect":
@@ -86,7 +86,7 @@ async def while_connected(receive: Receive, send_ping: Any = None) -> AsyncItera
     try:
         yield
         if gone:
-            await asyncio.sleep(0)  # where the cancellation arrives
+            await asyncio.sleep(0)  # the cancellation arrives here
     except asyncio.CancelledError:
         if not gone:
             raise
@@ -97,7 +97,7 @@ async def while_connected(receive: Receive, send_ping: Any = None) -> AsyncItera
 
 
 class AnswerStream(Response):
-    """Writes an answer as it is made. limit: seconds that it may take. open: streams in progress."""
+    """Writes an answer while it is made. limit: seconds that it may take. open: number of streams in progress."""
 
     open = 0
 
@@ -133,7 +133,7 @@ class AnswerStream(Response):
             await self._answering.aclose()
 
     async def _write_events(self, write: Any) -> bytes:
-        """Writes all but the end, and returns that."""
+        """Writes everything except the end. Returns the end."""
         encoder = self._encoder
         try:
             async with asyncio.timeout(self._limit):
@@ -149,15 +149,15 @@ class AnswerStream(Response):
 
 
 def _pause(now: float, streams: int) -> float:
-    """Seconds until the next write of a stream. Streams write at common times, several in a round of the event loop:
-    each round interrupts the thread that computes."""
+    """Seconds until the next write of a stream. Streams write at common times, several in one round of the event loop,
+    because each round interrupts the thread that computes."""
     interval = min(_WRITE_INTERVAL + _INTERVAL_OF_STREAM * streams, _LONGEST_INTERVAL)
     tick = interval / _TICKS
     return math.ceil((now + interval) / tick) * tick - now
 
 
 async def collect(answering: Answering, receive: Receive, limit: float | None) -> list[Event]:
-    """All events of an answer. ClientGone, TimeoutError, and what the engine raises."""
+    """All events of an answer. Raises ClientGone, TimeoutError, and errors of the engine."""
     try:
         async with while_connected(receive), asyncio.timeout(limit):
             return [event async for events in answering for event in events]
@@ -166,7 +166,7 @@ async def collect(answering: Answering, receive: Receive, limit: float | None) -
 
 
 def merged(events: Sequence[Event]) -> list[Event]:
-    """The events with neighbours of the same kind as one: pieces of one text, or of one call's arguments."""
+    """The events, where adjacent events of the same kind are joined: pieces of one text, or of one call's arguments."""
     found: list[Event] = []
     for event in events:
         last = found[-1] if found else None
@@ -189,7 +189,7 @@ def merged(events: Sequence[Event]) -> list[Event]:
 
 
 def dumps(value: Any) -> bytes:
-    """Compact JSON. Lone surrogates, which no UTF-8 has, are escaped like all other characters beyond ASCII."""
+    """Compact JSON. Lone surrogates, which UTF-8 cannot encode, are escaped like all other characters beyond ASCII."""
     return json.dumps(value, separators=(",", ":")).encode()
 
 
@@ -200,7 +200,7 @@ def sse(value: Any, event: str | None = None) -> bytes:
 
 
 class Json(JSONResponse):
-    """A body of compact JSON."""
+    """A response with compact JSON."""
 
     def render(self, content: Any) -> bytes:
         return dumps(content)

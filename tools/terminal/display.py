@@ -1,4 +1,4 @@
-"""Output for humans: sizes, tables, progress on stderr."""
+"""Output for people: sizes, tables, and progress on stderr."""
 
 import sys
 import time
@@ -17,12 +17,12 @@ from mlc_amd.tools.terminal import terminal
 if TYPE_CHECKING:
     from mlc_amd.runtime.engine.generation import Stats
 
-_INTERVAL = 10.0  # seconds between two lines of progress, at least
+_INTERVAL = 10.0  # least number of seconds between two lines of progress
 _STAGES = {"import": "import graph", "kernels": "compile kernels", "weights": "pack weights", "write": "write"}
 
 
 def message(text: str, dimmed: bool = False) -> None:
-    """A line for the user, on stderr: stdout is for results."""
+    """Writes a line for the user to stderr, as stdout is for results."""
     if dimmed:
         terminal.aside(text)
         text = ""
@@ -31,7 +31,7 @@ def message(text: str, dimmed: bool = False) -> None:
 
 
 def _console() -> Console:
-    """What bars are drawn on. Their descriptions must be clean."""
+    """The console for progress bars. Their descriptions must be free of control characters."""
     return Console(file=terminal.unclean(sys.stderr))
 
 
@@ -45,12 +45,12 @@ def size(count: float) -> str:
 
 
 def parameters(count: float) -> str:
-    """A number of weights in the notation of llama-bench: "1.50 B", "20.71 M"."""
+    """A number of weights in llama-bench's notation: "1.50 B", "20.71 M"."""
     return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[int] = ()) -> str:
-    """Lines of aligned columns; `right` lists the columns that align right."""
+    """Lines of aligned columns. right: the columns that align right."""
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = []
@@ -62,8 +62,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], right: Sequen
 
 @contextmanager
 def compile_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress(stage, done, total) for the compiler: bars when stderr is a terminal, otherwise lines: one before, one
-    after, and at times one between."""
+    """A function progress(stage, done, total) for the compiler. If stderr is a terminal it shows bars; otherwise a line
+    before the work, a line after it, and occasional lines in between."""
     start = time.perf_counter()
     with _stages(title, TextColumn("{task.percentage:>3.0f} %"), rich_progress.TimeElapsedColumn()) as progress:
         yield progress
@@ -73,8 +73,8 @@ def compile_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
 
 @contextmanager
 def transfer_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress(stage, done, total) in bytes: a bar for each stage, with speed and time left, when stderr is a
-    terminal, otherwise one line before, and at times one of how far it is."""
+    """A function progress(stage, done, total) in bytes. If stderr is a terminal it shows a bar for each stage, with
+    speed and remaining time; otherwise a line before the work, and occasional lines about its progress."""
     size, speed = rich_progress.DownloadColumn(binary_units=True), rich_progress.TransferSpeedColumn()
     with _stages(title, size, speed, rich_progress.TimeRemainingColumn()) as progress:
         yield progress
@@ -82,7 +82,8 @@ def transfer_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
 
 @contextmanager
 def _stages(title: str, *columns: rich_progress.ProgressColumn) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress(stage, done, total): bars with these columns when stderr is a terminal, otherwise lines."""
+    """A function progress(stage, done, total). If stderr is a terminal it shows bars with these columns, otherwise
+    lines."""
     if not sys.stderr.isatty():
         message(f"{title} ...")
         say = _now_and_then(title)
@@ -106,7 +107,7 @@ def _stages(title: str, *columns: rich_progress.ProgressColumn) -> Iterator[Call
 
 
 def _now_and_then(title: str) -> Callable[[str], None]:
-    """A function that writes what is being done as a line, unless it wrote one a few seconds ago."""
+    """A function that writes a line about the current work, unless it wrote one a few seconds ago."""
     last = time.monotonic()
 
     def say(what: str) -> None:
@@ -120,7 +121,7 @@ def _now_and_then(title: str) -> Callable[[str], None]:
 
 @contextmanager
 def _shown(bars: Progress) -> Iterator[Progress]:
-    """Bars on the terminal, which are gone at the end, however the process ends."""
+    """Shows bars on the terminal. They are removed at the end, even if the process is ended."""
     gone = leftovers.note(bars.stop)
     try:
         with bars:
@@ -144,8 +145,8 @@ class _Clocked(Progress):
 
 @contextmanager
 def budget_progress(title: str, seconds: float | None, count: int | None) -> Iterator[Callable[[int], None]]:
-    """A progress(done) for work that ends after `seconds` or `count` pieces (None: no such limit), whichever comes
-    first: a bar with the time left when stderr is a terminal, otherwise lines."""
+    """A function progress(done) for work that ends after `seconds`, or after `count` pieces (None: no such limit),
+    whichever comes first. If stderr is a terminal it shows a bar with the remaining time, otherwise lines."""
     limits = [f"{count} measurements"] if count else []
     limits += [clock(seconds)] if seconds else []
     start, done = time.perf_counter(), 0
@@ -161,7 +162,7 @@ def budget_progress(title: str, seconds: float | None, count: int | None) -> Ite
         return min(1.0, max(spent / seconds if seconds else 0.0, done / count if count else 0.0))
 
     def left() -> str:
-        """Of the time, or of the count at the speed so far."""
+        """The remaining time; with only a count, estimated by the speed so far."""
         spent, part = time.perf_counter() - start, share()
         return f"{done} measured, {clock(spent / part - spent)} left" if part else "starting"
 
@@ -182,7 +183,7 @@ def clock(seconds: float) -> str:
 
 
 def speed(tokens: int, seconds: float) -> str:
-    """Tokens per second: "41.2 tok/s", "2654 tok/s"; "-" when nothing was measured."""
+    """Tokens per second: "41.2 tok/s", "2654 tok/s"; "-" if nothing was measured."""
     if tokens <= 0 or seconds <= 0:
         return "-"
     rate = tokens / seconds
@@ -193,7 +194,7 @@ _FINISH = {"length": "max_tokens reached", "context": "the context is full", "in
 
 
 def statistics(stats: "Stats", context: int) -> list[str]:
-    """What there is to say of an answer, the most important first."""
+    """The statistics of an answer as texts, the most important first."""
     new = stats.prompt_tokens - stats.cached_tokens
     return [
         *([_FINISH[stats.finish]] if stats.finish in _FINISH else []),
@@ -206,7 +207,7 @@ def statistics(stats: "Stats", context: int) -> list[str]:
 
 
 def footer(parts: Sequence[str], width: int) -> str:
-    """The first of `parts`, and those of the others that fit a line of that width."""
+    """The first of `parts`, and those of the others that fit a line of this width."""
     line, *others = parts
     for part in others:
         longer = f"{line} | {part}"

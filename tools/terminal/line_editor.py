@@ -1,6 +1,7 @@
-"""Messages as they are typed: on a terminal with editing, history and completion (prompt_toolkit), over several lines.
+"""Reads messages from the keyboard, of one or several lines. On a terminal there are editing, history and completion
+(prompt_toolkit).
 
-In:  keys, or lines of a pipe. Out: the text that was meant.
+In: keys, or lines of a pipe. Out: the text of the message.
 """
 
 import os
@@ -24,7 +25,7 @@ _FENCES = ('"""', "```")
 
 
 def complete(text: str) -> bool:
-    """Whether `text` can be sent: no open block of ``` or triple quotes, no backslash at its end."""
+    """Whether `text` is a complete message: no open block of ``` or triple quotes, and no backslash at its end."""
     fence = next((f for f in _FENCES if text.lstrip().startswith(f)), None)
     if fence:
         return text.count(fence) >= 2 and text.rstrip().endswith(fence)
@@ -32,7 +33,7 @@ def complete(text: str) -> bool:
 
 
 def unwrap(text: str) -> str:
-    """The message that was meant: without triple quotes around it and without the backslashes that joined its lines."""
+    """The text of the message, without triple quotes around it and without the backslashes that joined its lines."""
     inner = text.strip()
     if inner.startswith('"""') and inner.endswith('"""') and len(inner) >= 6:
         return inner[3:-3].strip("\n")
@@ -40,8 +41,8 @@ def unwrap(text: str) -> str:
 
 
 def dropped(text: str) -> tuple[list[str], str]:
-    """The images whose files a message begins with, as terminals write those that are dropped onto them: absolute paths
-    with quotes or backslashes, or file URLs; and the rest of the message."""
+    """(paths of images, the rest of the message), for a message that begins with images. Terminals write files that are
+    dropped onto them as absolute paths with quotes or backslashes, or as file URLs."""
     found = []
     while match := _DROPPED.match(text):
         path = match["quoted"] or re.sub(r"\\(.)", r"\1", match["plain"])
@@ -54,13 +55,13 @@ def dropped(text: str) -> tuple[list[str], str]:
 
 
 def history_path() -> Path:
-    """Where typed lines are kept."""
+    """The file of typed lines."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "mlc-amd" / "history"
 
 
 def line_editor(words: Sequence[str]) -> Callable[[], str]:
-    """A function that reads one message; Tab completes lines that begin one of `words`. It raises EOFError on Ctrl-D
+    """A function that reads one message. Tab completes lines that begin one of `words`. It raises EOFError on Ctrl-D
     and KeyboardInterrupt on Ctrl-C."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
@@ -71,7 +72,7 @@ def line_editor(words: Sequence[str]) -> Callable[[], str]:
     from prompt_toolkit.key_binding import KeyBindings
 
     keys = KeyBindings()
-    typing = has_focus(DEFAULT_BUFFER)  # not in the search of Ctrl-R, whose Enter takes what was found
+    typing = has_focus(DEFAULT_BUFFER)  # not in the search of Ctrl-R, where Enter accepts the found line
 
     @keys.add("enter", filter=typing)
     def _(event) -> None:

@@ -1,7 +1,7 @@
-"""Attends a generation: tells how far a long prompt is computed, and heeds Ctrl-C.
+"""Watches a generation: reports the progress of a long prompt, and handles Ctrl-C.
 
-In:  an engine, and what its `generate` tells `Monitor.progress`.
-Out: lines for the user, on stderr; whether the user stopped it.
+In: an engine, and the progress that its `generate` reports to `Monitor.progress`. Out: lines for the user on stderr;
+whether the user stopped it.
 """
 
 import os
@@ -16,26 +16,26 @@ from mlc_amd.tools.terminal import display, terminal
 if TYPE_CHECKING:
     from mlc_amd.runtime.engine.text_engine import TextEngine
 
-_PATIENCE = 1.0  # seconds after which a prompt counts as long
+_PATIENCE = 1.0  # seconds after which the progress of a prompt is shown
 
 
 class Monitor:
-    """Within its `with` block the first Ctrl-C is acknowledged at once and ends the generation after its current step:
-    a token, or a chunk of the prompt, which may take seconds. The next one after that raises KeyboardInterrupt.
-    stopped: whether Ctrl-C was pressed. Python handles signals between two steps only, when the call that computes
-    returns. So a thread listens to the file that Python's own handler writes to at once (`signal.set_wakeup_fd`)."""
+    """Within its `with` block, the first Ctrl-C is acknowledged immediately. It ends the generation after its current
+    step: a token, or a chunk of the prompt, which may take seconds. The next Ctrl-C raises KeyboardInterrupt. stopped:
+    whether Ctrl-C was pressed. Python handles signals only between two steps, when the computing call returns. So a
+    thread reads the file to which Python's own handler writes immediately (`signal.set_wakeup_fd`)."""
 
     def __init__(self, engine: "TextEngine") -> None:
         self.stopped = False
         self._engine, self._held, self._status = engine, ExitStack(), terminal.Status()
-        self._writing = False  # whether a line of text has begun
+        self._writing = False  # whether text was written
         self._lock = threading.Lock()
         self._prompt, self._begun = (0, 0), 0.0
         self._timer = threading.Timer(_PATIENCE, self._show_prompt)
         self._timer.daemon = True
 
     def __enter__(self) -> Self:
-        here = threading.current_thread() is threading.main_thread()  # the only one that may set signal handlers
+        here = threading.current_thread() is threading.main_thread()  # only the main thread may set signal handlers
         if here and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             self._listen_to_signals()
         return self
@@ -46,18 +46,18 @@ class Monitor:
         self._status.clear()
 
     def progress(self, done: int, total: int) -> None:
-        """What `generate` calls between the chunks of a prompt."""
+        """Called by `generate` between the chunks of a prompt."""
         if not done:
             self._begun = time.monotonic()
             self._timer.start()
         self._prompt = done, total
-        if self.stopped:  # also if it was before the generation began
+        if self.stopped:  # even if it was before the generation began
             self._engine.cancel()
         elif time.monotonic() - self._begun > _PATIENCE:
             self._show_prompt()
 
     def wait(self, text: str) -> None:
-        """Says why nothing is written yet, or any more."""
+        """Shows why no text is written at the moment."""
         self._timer.cancel()
         with self._lock:
             self._writing = False
@@ -65,7 +65,7 @@ class Monitor:
                 self._status.show(text)
 
     def begin(self) -> None:
-        """To be called before text is written: the line of status goes."""
+        """Must be called before text is written: removes the status line."""
         self._timer.cancel()
         with self._lock:
             self._writing = True
@@ -96,7 +96,7 @@ class Monitor:
         before = signal.signal(signal.SIGINT, self._heed)
         others = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         listener.start()
-        # In reverse: no more signals, then the end of the file for the listener.
+        # In reverse order: first no more signals, then the end of the file for the thread.
         self._held.callback(os.close, read)
         self._held.callback(listener.join)
         self._held.callback(os.close, write)

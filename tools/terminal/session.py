@@ -1,6 +1,6 @@
-"""The interactive chat: messages and commands in, streamed answers and lines for the user out.
+"""The interactive chat. In: messages and commands. Out: streamed answers, and lines for the user.
 
-A `Session` runs what is typed: `interact` reads it on a terminal, `follow` from a pipe. Answers go to stdout,
+A `Session` runs what is typed. `interact` reads it from a terminal, `follow` from a pipe. Answers go to stdout,
 everything else to stderr.
 """
 
@@ -32,12 +32,12 @@ COMMANDS = {
     "set": ("[NAME VALUE]", "change a setting (temperature, seed, max_tokens, stop, on_full, ...); without: show all"),
     "exit": ("", "leave (also Ctrl-D)"),
 }
-# What is said of an answer that ends with a part of this kind.
+# What is shown for an answer that ends with a part of this kind.
 _UNANSWERED = {
     "thinking": "(no answer: the model was still thinking; the conversation is unchanged)",
     "tool": "(no answer: the model called a tool, and chat has none; the conversation is unchanged)",
 }
-# How to make room, by whether a person types here and whether there are earlier turns.
+# How to make room in the context, by whether a person types, and whether there are earlier turns.
 _ROOM = {
     (True, True): "/undo, /reset or /set on_full drop make room",
     (True, False): "shorten it, or begin again with a larger --ctx",
@@ -51,17 +51,17 @@ class Leave(Exception):
 
 
 class Session:
-    """A conversation, the options of its answers, and the commands that change both. interactive: a person types:
-    Ctrl-C ends an answer, not the program."""
+    """A conversation, the options of its answers, and the commands that change both. interactive: whether a person
+    types; then Ctrl-C ends an answer, not the program."""
 
     def __init__(self, conversation: Conversation, options: ChatOptions, interactive: bool = False) -> None:
         self.conversation, self.options, self.interactive = conversation, options, interactive
         self._dropped = 0
         self._open: Content | None = None  # a message without an answer
-        self._images: list[bytes] = []  # of the next message
+        self._images: list[bytes] = []  # for the next message
 
     def handle(self, line: str) -> None:
-        """Runs a command or answers a message. Raises Leave after /exit; otherwise as `answer`."""
+        """Runs a command or answers a message. Raises Leave after /exit; otherwise errors as `answer` does."""
         text = unwrap(line)
         files, text = dropped(text) if self.interactive else ([], text)
         for file in files:
@@ -72,15 +72,15 @@ class Session:
             self.answer(text)
 
     def add_images(self, images: Sequence[bytes]) -> None:
-        """Images of the next message. UserError if the model takes none."""
+        """Adds images to the next message. Raises UserError if the model accepts none."""
         if images:
             self.conversation.engine.images.check()
             self._images += images
 
     def answer(self, text: Content) -> None:
-        """Streams the answer to `text` to stdout and ends it with a newline; what the model thinks goes to stderr, if
-        it is shown. Statistics follow on a terminal. Raises UserError if the context is too small for the message or
-        the answer, and KeyboardInterrupt after Ctrl-C unless it is interactive."""
+        """Streams the answer to `text` to stdout, and ends it with a newline. If the model's thinking is shown, it goes
+        to stderr. On a terminal, statistics follow. Raises UserError if the context is too small for the message or the
+        answer, and KeyboardInterrupt after Ctrl-C unless the session is interactive."""
         conversation, options, last, answered = self.conversation, self.options, None, False
         if self._images and isinstance(text, str):
             images = [{"type": "image", "image": image} for image in self._images]
@@ -116,7 +116,8 @@ class Session:
             )
 
     def _tell(self, unanswered: str | None) -> None:
-        """Lines about an answer. unanswered: the kind of the part with which it ended, if that was no answer."""
+        """Writes lines about an answer. unanswered: the kind of the part with which it ended, if this was not the
+        answer itself."""
         if unanswered in _UNANSWERED:
             display.message(_UNANSWERED[unanswered])
         if (dropped := self.conversation.dropped) > self._dropped:
@@ -130,7 +131,7 @@ class Session:
             display.message(f"(cut off: max_tokens is {self.options.max_tokens})")
 
     def _show(self, part: AnswerPart, last: str | None, monitor: Monitor) -> None:
-        """Prints a part; last: the kind of the part before."""
+        """Prints a part. last: the kind of the part before it."""
         if part.kind == "final":
             monitor.begin()
             if last in _UNANSWERED and self.options.show_thinking:
@@ -172,7 +173,7 @@ class Session:
         try:
             self.answer(text)
         finally:
-            if conversation.messages is kept:  # no answer: the one before stays
+            if conversation.messages is kept:  # there was no answer: the one before stays
                 conversation.messages = before
 
     def _undo(self, _: str) -> None:
@@ -222,11 +223,12 @@ class Session:
         raise Leave
 
 
-# ---- where lines come from
+# ---- sources of lines
 
 
 def follow(session: Session, lines: Iterable[str]) -> None:
-    """Runs a stream of lines. An error is a line on stderr, and the next line follows; in the end it is a UserError."""
+    """Runs a stream of lines. An error becomes a line on stderr, and the next line follows. At the end, raises
+    UserError if there was an error."""
     count = failed = 0
     for text in _messages(lines):
         count += 1
@@ -242,7 +244,7 @@ def follow(session: Session, lines: Iterable[str]) -> None:
 
 
 def _messages(lines: Iterable[str]) -> Iterator[str]:
-    """What is sent, of one line or several; blank lines are nothing."""
+    """The messages in the lines. A message may have several lines; blank lines are ignored."""
     waiting = ""
     for line in lines:
         waiting += line.rstrip("\r\n")
@@ -257,7 +259,7 @@ def _messages(lines: Iterable[str]) -> Iterator[str]:
 
 
 def interact(session: Session) -> None:
-    """The conversation on a terminal, until Ctrl-D or /exit. Errors are shown and the session goes on."""
+    """Runs the conversation on a terminal, until Ctrl-D or /exit. Errors are shown, and the session continues."""
     engine = session.conversation.engine
     read = line_editor([*(f"/{name}" for name in COMMANDS), *(f"/set {name}" for name in settings.NAMES)])
     if not session.options.quiet:

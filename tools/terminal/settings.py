@@ -1,7 +1,7 @@
-"""The settings of a chat, by the names that `/set` and the flags of `mlc-amd chat` have.
+"""The settings of a chat, by their names for `/set` and for the flags of `mlc-amd chat`.
 
-In:  a conversation with its options, a name and a value as it was typed.
-Out: the value, checked and set; all values as text. UserError for an unknown name and a value that does not fit.
+In: a conversation with its options, a setting's name and its value as typed. Out: the checked value, which is set; all
+values as text. Raises UserError for an unknown name or an invalid value.
 """
 
 import shlex
@@ -18,20 +18,20 @@ from mlc_amd.tools.options import ChatOptions
 
 UNSET = "-"
 _SWITCH = {"on": True, "off": False}
-_SAMPLING = [name for name in described(SamplingChanges) if name != "logit_bias"]  # which has no form in a line
+_SAMPLING = [name for name in described(SamplingChanges) if name != "logit_bias"]  # it cannot be typed in a line
 _CONVERSATION = ("thinking", "on_full")
 NAMES = (*_SAMPLING, *described(ChatOptions))
 
 
 def values(conversation: Conversation, options: ChatOptions) -> dict[str, str]:
-    """All settings, as they would be typed."""
+    """All settings, in the form in which they can be typed."""
     found = {name: getattr(conversation.sampling, name) for name in _SAMPLING}
     found |= {name: getattr(options, name) for name in described(ChatOptions)}
     return {name: _written(value) for name, value in found.items()}
 
 
 def change(conversation: Conversation, options: ChatOptions, name: str, text: str) -> ChatOptions:
-    """Sets one, of the conversation or of the options, which are returned."""
+    """Changes a setting of the conversation or of the options. Returns the options."""
     if name not in NAMES:
         raise UserError(f"unknown setting {name}: choose from {', '.join(NAMES)}")
     if not text:
@@ -42,12 +42,12 @@ def change(conversation: Conversation, options: ChatOptions, name: str, text: st
         conversation.sampling = conversation.sampling.changed(**changes)
         return options
     if name in _CONVERSATION:
-        setattr(conversation, name, changes[name])  # UserError for what it cannot have
+        setattr(conversation, name, changes[name])  # raises UserError for an invalid value
     return replace(options, **changes)
 
 
 def _value(name: str, kind: object, option: Option, text: str) -> object:
-    """A text as a value of that type."""
+    """The value, of this type, of a text."""
     if kind == tuple[str, ...]:
         return _texts(name, text)
     if kind == int | None and text in (UNSET, option.unset):
@@ -62,7 +62,7 @@ def _value(name: str, kind: object, option: Option, text: str) -> object:
     return value
 
 
-# By the type of a setting: how its text is read, and what it must be.
+# type of a setting -> (how its text is read, what it must be)
 _READERS: dict[object, tuple[Callable[[str], object], str]] = {
     int: (int, "a whole number"),
     int | None: (int, f"a whole number, or {UNSET} for none"),
@@ -72,7 +72,7 @@ _READERS: dict[object, tuple[Callable[[str], object], str]] = {
 
 
 def _texts(name: str, text: str) -> tuple[str, ...]:
-    """Words as in a shell; "\\n" and "\\t" are a new line and a tab."""
+    """Splits a text into words like a shell; "\\n" and "\\t" become a new line and a tab."""
     if text == UNSET:
         return ()
     try:

@@ -1,10 +1,10 @@
-"""What is written to a terminal, and to files and pipes in its place: text of a model, dimmed text, a line of progress.
+"""Writes to a terminal, or to files and pipes in its place: a model's text, dimmed text, a status line.
 
-Text of a model goes to stdout, as do tables; all else goes to stderr. Names and texts of models and files may hold
-control characters, which must not control the terminal, nor one behind a pipe: `clean_output` leaves them out of all
-that is written but the text of a model to a stdout that is no terminal, which is given as it is. Our own escape
-sequences are written past it, only to terminals that have them (not TERM=dumb) and whose user wants them
-(https://no-color.org).
+A model's text and tables go to stdout; everything else goes to stderr. Names and texts of models and files may contain
+control characters. These must not control the terminal, even one at the end of a pipe, so `clean_output` removes them
+from all output. The exception is a model's text to a stdout that is no terminal: it is written unchanged. This
+program's own escape sequences bypass the filter. They are written only to terminals that support them (not TERM=dumb)
+and if the user wants them (https://no-color.org).
 """
 
 import os
@@ -19,13 +19,13 @@ from typing import Any, TextIO, cast
 
 from mlc_amd.runtime import leftovers
 
-# Everything below space but tab and newline, and DEL, and the C1 codes.
+# Everything below space except tab and newline; DEL; the C1 codes.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 class _Clean:
-    """A stream whose control characters are left out."""
+    """A stream that removes control characters."""
 
     def __init__(self, stream: TextIO) -> None:
         self.unclean = stream
@@ -43,7 +43,8 @@ class _Clean:
 
 @contextmanager
 def clean_output() -> Iterator[None]:
-    """Within the block no control characters go to stderr and stdout, but as the module's docstring says."""
+    """Within the block, control characters are removed from stderr and stdout; see the module's docstring for the
+    exception."""
     stdout, stderr = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = cast(TextIO, _Clean(stdout)), cast(TextIO, _Clean(stderr))
     try:
@@ -53,8 +54,8 @@ def clean_output() -> Iterator[None]:
 
 
 def clean_process() -> None:
-    """From now on no control characters go to this process's streams: of one that the command line did not start, whose
-    output others bring to a terminal."""
+    """Removes control characters from this process's streams from now on. For processes that the command line did not
+    start, but whose output is shown on a terminal."""
     sys.stdout, sys.stderr = (cast(TextIO, _Clean(unclean(stream))) for stream in (sys.stdout, sys.stderr))
 
 
@@ -64,46 +65,46 @@ def clean(text: str) -> str:
 
 
 def unclean(stream: TextIO) -> TextIO:
-    """The standard stream for escape sequences. Texts that are not ours must pass through `clean`."""
+    """The standard stream for escape sequences, without the filter. Texts from elsewhere must pass through `clean`."""
     return stream.unclean if isinstance(stream, _Clean) else stream
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a standard stream is a terminal; one that is closed is None."""
+    """Whether a standard stream is a terminal. A closed stream is None."""
     return stream is not None and stream.isatty()
 
 
 def dumb() -> bool:
-    """Whether the terminal can do nothing but print lines."""
+    """Whether the terminal can only print lines."""
     return os.environ.get("TERM", "dumb") in ("dumb", "unknown")
 
 
 def _dim(text: str) -> str:
-    """Text for stderr, dimmed where that is possible."""
+    """Text for stderr, dimmed if possible."""
     plain = not is_terminal(sys.stderr) or dumb() or os.environ.get("NO_COLOR")
     return text if plain else f"{_DIM}{text}{_PLAIN}"
 
 
 def width() -> int:
-    """Columns of the terminal."""
+    """The number of columns of the terminal."""
     return shutil.get_terminal_size((80, 24)).columns
 
 
 def stream(text: str) -> None:
-    """Writes a piece of an answer to stdout at once."""
+    """Writes a piece of an answer to stdout, and flushes."""
     (sys.stdout if is_terminal(sys.stdout) else unclean(sys.stdout)).write(text)
     sys.stdout.flush()
 
 
 def aside(text: str) -> None:
-    """Writes a piece of what a model thinks to stderr at once, dimmed on a terminal."""
+    """Writes a piece of a model's thinking to stderr, dimmed on a terminal, and flushes."""
     unclean(sys.stderr).write(_dim(clean(text)))
     sys.stderr.flush()
 
 
 class Status:
-    """A line on stderr that is replaced, for what happens at the moment; nothing happens without a terminal that has
-    such lines. It must be cleared before anything else is written. Threads may share it."""
+    """A status line on stderr, which can be replaced. Does nothing if stderr is no terminal with such lines. It must be
+    cleared before anything else is written. Thread-safe."""
 
     def __init__(self) -> None:
         self._shown, self._lock = 0, threading.Lock()
@@ -117,7 +118,7 @@ class Status:
         if self.possible:
             with self._lock:
                 text = clean(text)[: width() - 1]
-                # No escape sequence is needed to erase it.
+                # The line is erased by blanks, without an escape sequence.
                 unclean(sys.stderr).write(f"\r{' ' * self._shown}\r{_dim(text)}")
                 sys.stderr.flush()
                 self._shown = len(text)
@@ -133,7 +134,7 @@ class Status:
 
 @contextmanager
 def silent_keyboard() -> Iterator[None]:
-    """Within the block the terminal does not show what is typed, which is kept for whoever reads next."""
+    """Within the block, the terminal does not show what is typed. It is kept for the next reader."""
     if not _has_keyboard():
         yield
         return
@@ -154,11 +155,11 @@ def silent_keyboard() -> Iterator[None]:
 
 
 def _has_keyboard() -> bool:
-    """Whether what is typed on a terminal goes to this process: the system stops a job in a shell's background that
+    """Whether this process receives what is typed on a terminal. The system stops a background job of a shell that
     changes its terminal."""
     if not is_terminal(sys.stdin):
         return False
     try:
         return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
-    except OSError:  # not the terminal that controls this process
+    except OSError:  # it is not the controlling terminal of this process
         return True

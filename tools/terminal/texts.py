@@ -1,4 +1,4 @@
-"""Texts and pictures that commands read: from arguments, files and stdin."""
+"""Reads the texts and pictures of commands: from arguments, files and stdin."""
 
 import io
 import sys
@@ -13,7 +13,7 @@ from mlc_amd.tools.terminal import terminal
 
 
 def read_text(path: str) -> str:
-    """The UTF-8 text of a file, or of stdin for "-". UserError when it is something else."""
+    """The UTF-8 text of a file, or of stdin for "-". Raises UserError if it cannot be read or is not UTF-8."""
     if path == "-":
         return stdin().read()
     try:
@@ -23,15 +23,15 @@ def read_text(path: str) -> str:
 
 
 def stdin() -> TextIO:
-    """stdin as UTF-8, in which other bytes become U+FFFD; nothing, if it is closed."""
+    """stdin as UTF-8, in which other bytes become U+FFFD; empty if it is closed."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     return io.StringIO() if sys.stdin is None else sys.stdin
 
 
 def given(prompt: str | None, file: str | None) -> str | None:
-    """The text of the flags --prompt and --file: "-" is stdin; None without either. Of stdin and of files, a newline at
-    the end is no part of the text."""
+    """The text of the flags --prompt and --file, for which "-" is stdin; None if neither is given. A newline at the end
+    of stdin or of a file is removed."""
     if prompt is not None and file is not None:
         raise UsageError("give --prompt or --file, not both")
     file = "-" if prompt == "-" else file
@@ -39,9 +39,9 @@ def given(prompt: str | None, file: str | None) -> str | None:
 
 
 def picture(path: str) -> bytes:
-    """The content of a picture's file. UserError with its name for one that is damaged, before a model is loaded."""
+    """The content of a picture's file. A damaged one raises UserError with its name, before a model is loaded."""
     content = picture_bytes(path)
-    if installed("PIL"):  # else the model's engine says what to do
+    if installed("PIL"):  # otherwise the model's engine reports that it is missing
         decode(content, f"the image {path}")
     return content
 
@@ -52,7 +52,7 @@ def pictures(paths: Sequence[str]) -> list[bytes]:
 
 
 def required(prompt: str | None, file: str | None) -> str:
-    """`given`, else what is piped into the program."""
+    """`given`; if it is None, the text that is piped into the program."""
     text = given(prompt, file)
     if text is None and not terminal.is_terminal(sys.stdin):
         text = given("-", None) or None

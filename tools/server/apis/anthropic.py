@@ -1,9 +1,9 @@
-"""`POST /v1/messages` and `POST /v1/messages/count_tokens`, Anthropic's API
+"""`POST /v1/messages` and `POST /v1/messages/count_tokens`: Anthropic's API
 (https://docs.anthropic.com/en/api/messages, https://docs.anthropic.com/en/docs/build-with-claude/streaming).
 
-Content blocks of requests: text, image, thinking, tool_use, tool_result; others (documents) are refused (400).
-Thinking that was redacted is left out. Blocks of thinking have an empty signature. The last message may be the
-assistant's: the answer continues it.
+Requests may have these content blocks: text, image, thinking, tool_use, tool_result. Others (documents) are rejected
+(400). Redacted thinking is left out. Thinking blocks of answers have an empty signature. If the last message is the
+assistant's, the answer continues it.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ from mlc_amd.tools.server.prompts import arguments_of, content_of, content_text,
 from mlc_amd.tools.server.service import client_of, read_fields, respond, service_of
 from mlc_amd.tools.server.streaming import Encoder, Json, sse
 
-# Anthropic's `thinking.type` -> ours, by preference.
+# Anthropic's `thinking.type` -> values of ChatRequest.thinking, in order of preference.
 _THINKING = {"enabled": ("on", "high"), "adaptive": (), "disabled": ("off", "low")}
-# Its `output_config.effort`, likewise, where `thinking` does not say it.
+# The same for Anthropic's `output_config.effort`, which counts if `thinking` is not given.
 _EFFORTS = LEVELS | {"max": ("high", "on")}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _TEXT = {"type": "text", "text": "", "citations": None}
-# Parts of the usage that this server has not.
+# Fields of the usage that this server does not have.
 _NO_USAGE = {"cache_creation": None, "inference_geo": None, "server_tool_use": None, "service_tier": "standard"}
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -54,7 +54,7 @@ async def count_tokens(request: Request) -> Response:
 
 
 def messages_request(fields: Fields, client: str, counting: bool = False) -> forms.ChatRequest:
-    """counting: the tokens are only counted: there is no max_tokens."""
+    """counting: whether the tokens are only counted; then there is no max_tokens."""
     if not counting:
         fields.required("max_tokens")
     output = fields.object("output_config") or Fields({}, "output_config")
@@ -86,7 +86,7 @@ def _thinking(fields: Fields, output: Fields) -> tuple[str, ...]:
 
 
 def _format(given: Fields | None) -> forms.ResponseFormat | None:
-    """output_config.format: {"type": "json_schema", "schema": ..}; its older name is output_format."""
+    """The format in output_config.format: {"type": "json_schema", "schema": ..}. The older name is output_format."""
     if given is None:
         return None
     given.required("schema")
@@ -104,7 +104,7 @@ def _tool(tool: Fields) -> dict[str, Any]:
 
 
 def _tool_choice(fields: Fields, names: list[str]) -> tuple[Any, bool]:
-    """(ChatRequest.tool_choice, parallel_tool_calls)."""
+    """(ChatRequest.tool_choice, parallel_tool_calls) of a request."""
     choice = fields.object("tool_choice")
     if choice is None:
         return "auto", True
@@ -135,7 +135,7 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
 
 
 def _user(message: Fields, role: str) -> list[dict[str, Any]]:
-    """Results of tools are messages of their own, before the text."""
+    """The messages for a user message. Results of tools become separate messages before the text."""
     results, parts = [], []
     for block in message.objects("content"):
         if block.text("type") == "tool_result":
@@ -194,7 +194,7 @@ def _message(answering: Answering, usage: forms.Usage) -> dict[str, Any]:
 
 
 def _usage(usage: forms.Usage) -> dict[str, Any]:
-    """Anthropic's input tokens are those that were not cached."""
+    """The usage in Anthropic's form, where input tokens are those that were not cached."""
     return {
         **_NO_USAGE,
         "input_tokens": usage.prompt - usage.cached,
@@ -226,8 +226,8 @@ class MessageEvents(Encoder):
 
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
-        self._place = -1  # of the block that is open
-        self._open: tuple[str, int] | None = None  # its kind, and its number if it is a call
+        self._place = -1  # number of the open block
+        self._open: tuple[str, int] | None = None  # kind of the open block, and the number of the call if it is one
 
     def begin(self) -> bytes:
         message = _message(self._answering, forms.Usage(prompt=self._answering.prompt_tokens))
@@ -246,10 +246,10 @@ class MessageEvents(Encoder):
             return self._delta({"type": "input_json_delta", "partial_json": event.text})
         if isinstance(event, forms.Finish):
             return self._close() + _event("message_delta", delta=_stop(event), usage=_usage(event.usage))
-        return b""  # this API has no progress of prompts
+        return b""  # this API does not report the progress of prompts
 
     def _begin(self, kind: tuple[str, int], block: dict[str, Any]) -> bytes:
-        """Opens a block, unless it is open."""
+        """Opens a block, unless it is open already."""
         if self._open == kind:
             return b""
         closed = self._close()

@@ -1,14 +1,14 @@
 """Vectors of texts, and scores of texts for a query.
 
     POST /v1/embeddings             OpenAI's (https://platform.openai.com/docs/api-reference/embeddings)
-    POST /embedding, /embeddings    llama-server's: a list, of each text the vectors of its tokens, or its one vector
-    POST /api/embed                 ollama's; /api/embeddings: its older one, of one text, not normalized
-    POST /v1/rerank, /rerank, ..    jina's, as llama-server has it; with `texts` instead of `documents` that of Hugging
+    POST /embedding, /embeddings    llama-server's: a list with the vectors of each text's tokens, or its one vector
+    POST /api/embed                 ollama's; /api/embeddings: its older API for one text, not normalized
+    POST /v1/rerank, /rerank, ..    jina's, as in llama-server; with `texts` instead of `documents` the API of Hugging
                                     Face's text-embeddings-inference
-    POST /v2/rerank                 Cohere's, with jina's fields besides
+    POST /v2/rerank                 Cohere's, with jina's fields in addition
 
-A text is a string, or a list of token ids, among which may be strings. Too long ones are errors, unless `truncate` is
-true, as it is for ollama's.
+A text is a string, or a list of token ids that may also contain strings. Texts that are too long are errors, unless
+`truncate` is true, which is the default of ollama's API.
 """
 
 import asyncio
@@ -103,7 +103,7 @@ async def rerank(request: Request) -> Response:
 
 
 def _texts(fields: Fields, name: str) -> list[str | list[int | str]]:
-    """A text or several."""
+    """The text, or the texts, in a field."""
     given: Any = fields.required(name)
     texts = [given] if isinstance(given, str) or _is_ids(given) else given
     if not isinstance(texts, list) or not texts or not all(isinstance(one, str) or _is_ids(one) for one in texts):
@@ -117,7 +117,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def _documents(fields: Fields, name: str) -> list[str]:
-    """Strings, or objects with a `text`."""
+    """The documents in a field: strings, or objects with a `text`."""
     given: Any = fields.required(name)
     documents: list[Any] = (
         [one.get("text") if isinstance(one, dict) else one for one in given] if isinstance(given, list) else []
@@ -131,8 +131,8 @@ async def _embedded(
     request: Request, fields: Fields, texts: Sequence[str | list[int | str]], norm: int = 2, single: bool = False,
     truncate: bool = False,
 ) -> tuple[list[np.ndarray], int, str]:  # fmt: skip
-    """(of each text float32 [vectors, numbers], tokens, the model's name). norm: of `normalized`, for vectors
-    of whole texts; single: a model without pooling is an error."""
+    """Computes vectors. Returns (float32 [vectors, numbers] for each text, number of tokens, the model's name). norm:
+    see `normalized`, for vectors of whole texts. single: whether a model without pooling is an error."""
     size, cut = fields.whole("dimensions", 1), fields.flag("truncate", truncate)
 
     def embed(encoder: Encoder) -> tuple[list[np.ndarray], int]:
@@ -151,7 +151,7 @@ async def _embedded(
 async def _computed(
     request: Request, fields: Fields, compute: Callable[[Encoder], tuple[Found, int]], texts: int
 ) -> tuple[tuple[Found, int], str]:
-    """What is computed in a thread with the request's model, of so many texts, and how many tokens they have; and the
+    """Runs a computation with the request's model in a thread. Returns its result, the number of tokens, and the
     model's name."""
     service = service_of(request)
     async with service.library.use(fields.text("model"), LoadedEncoder) as model:

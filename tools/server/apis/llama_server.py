@@ -1,16 +1,16 @@
 """`POST /tokenize`, `/detokenize`, `/apply-template`, `/completion` and `/infill`, `GET /props`, `/health` and
-`/v1/models`, as llama-server has them (https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md).
+`/v1/models`, as in llama-server (https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md).
 
-`model` says whose they are, which llama-server's do not need. /completion continues a prompt: a text, a list of token
-ids and texts with at least one id, {"prompt_string": text, "multimodal_data": images in base64}, whose text has
-"<__media__>" in the place of each image, or a list of these, which gives a list of answers.
-`n_predict` is unlimited unless the request says otherwise, as there. `response_fields` chooses fields of whole answers
-and of the last chunk, "a/b" the field b of a; those that there are not are left out. Fields of sampling are in
-openai_fields.py, formats in formats.py.
+In addition to llama-server's fields, `model` names the model. /completion continues a prompt: a text; a list of token
+ids and texts with at least one id; {"prompt_string": text, "multimodal_data": images in base64}, whose text has
+"<__media__>" in the place of each image; or a list of these, for which the response is a list of answers. As in
+llama-server, `n_predict` is unlimited by default. `response_fields` selects fields of whole answers and of the last
+chunk ("a/b" is the field b of a); missing fields are left out. openai_fields.py has the fields of sampling, formats.py
+the formats.
 
-/infill writes the text between `input_prefix` and `input_suffix`, by a model with tokens for this (fill_in_middle.py);
-`prompt` is the end of the prefix, `input_extra` a list of other files, {"filename", "text"}. What does not fit the
-context beside `n_predict` tokens is left out. The other fields are those of /completion.
+/infill writes the text between `input_prefix` and `input_suffix`, if the model has tokens for this (fill_in_middle.py).
+`prompt` is the end of the prefix; `input_extra` is a list of other files, {"filename", "text"}. What does not fit the
+context together with `n_predict` tokens is left out. The other fields are those of /completion.
 """
 
 import asyncio
@@ -40,14 +40,14 @@ from mlc_amd.tools.server.library import Library, Loaded, LoadedEncoder
 from mlc_amd.tools.server.service import client_of, read_fields, respond, service_of
 from mlc_amd.tools.server.streaming import Encoder, Json, sse
 
-_MEDIA = "<__media__>"  # the place of an image in a text
-# Our names of sampling parameters -> llama-server's.
+_MEDIA = "<__media__>"  # stands for an image in a text
+# this project's names of sampling parameters -> llama-server's
 _SETTINGS = {"repetition_penalty": "repeat_penalty", "repetition_window": "repeat_last_n"}
 
 
 async def tokenize(request: Request) -> Response:
-    """{"content", "add_special": false, "parse_special": true, "with_pieces": false} -> {"tokens": [..]}. Or vLLM's:
-    {"prompt", "add_special_tokens": true} -> {"tokens", "count", "max_model_len"}."""
+    """{"content", "add_special": false, "parse_special": true, "with_pieces": false} -> {"tokens": [..]}. Also vLLM's
+    form: {"prompt", "add_special_tokens": true} -> {"tokens", "count", "max_model_len"}."""
     fields = await read_fields(request)
     vllm = fields.has("prompt") and not fields.has("content")
     fields.required("prompt" if vllm else "content")
@@ -62,7 +62,7 @@ async def tokenize(request: Request) -> Response:
 
 
 def _with_piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
-    """A piece that is no text by itself is a list of its bytes."""
+    """A token with its piece of text; a piece that is not valid text is a list of bytes."""
     piece = tokenizer.token_bytes(token)
     try:
         return {"id": token, "piece": piece.decode()}
@@ -71,7 +71,7 @@ def _with_piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
 
 
 async def detokenize(request: Request) -> Response:
-    """{"tokens": [..]} -> {"content"}, the texts of control tokens included; vLLM calls it "prompt"."""
+    """{"tokens": [..]} -> {"content"}, with the texts of control tokens. vLLM's name of the result is "prompt"."""
     fields = await read_fields(request)
     tokens = fields.required("tokens")
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
@@ -85,7 +85,7 @@ async def detokenize(request: Request) -> Response:
 
 
 async def tokenizer_info(request: Request) -> Response:
-    """vLLM's `GET /tokenizer_info`, of the default model: what its special tokens and its chat template are."""
+    """vLLM's `GET /tokenizer_info`: the special tokens and the chat template of the default model."""
     async with service_of(request).library.use(request.query_params.get("model", "")) as model:
         tokenizer = model.engine.tokenizer
         ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
@@ -96,7 +96,7 @@ async def tokenizer_info(request: Request) -> Response:
 
 
 async def apply_template(request: Request) -> Response:
-    """A chat request -> {"prompt"}: the text that the model would continue, as /completion takes it."""
+    """A chat request -> {"prompt"}: the text that the model would continue, in the form for /completion."""
     asked = chat_request(await read_fields(request), client_of(request))
     async with service_of(request).library.use(asked.model) as model:
         text, _ = await asyncio.to_thread(model.prompter.prompt, asked)
@@ -104,7 +104,7 @@ async def apply_template(request: Request) -> Response:
 
 
 async def props(request: Request) -> Response:
-    """Of the model that the query names (?model=), which is loaded if it is not."""
+    """The properties of the model that the query names (?model=). The model is loaded if necessary."""
     service = service_of(request)
     async with service.library.use(request.query_params.get("model", "")) as model:
         engine = model.engine
@@ -123,11 +123,11 @@ async def props(request: Request) -> Response:
         )
 
 
-# ---- what the server tells about itself
+# ---- information about the server
 
 
 async def models(request: Request) -> Response:
-    """OpenAI's form, and llama-server's list of what models can do."""
+    """The models, in OpenAI's form, and llama-server's list of what models can do."""
     library = service_of(request).library
     capable = [{"name": name, "model": name, "capabilities": _capabilities(library, name)} for name in library.names]
     return Json({"object": "list", "data": [_model(library, name) for name in library.names], "models": capable})
@@ -139,21 +139,21 @@ async def model(request: Request) -> Response:
 
 
 def _model(library: Library, name: str) -> dict[str, Any]:
-    """OpenAI's fields; `status` as llama-server's router has it; of a loaded model `meta` as llama-server's, and
-    `architecture` as OpenRouter's."""
+    """A model: OpenAI's fields; `status` as in llama-server's router; for a loaded model `meta` as in llama-server, and
+    `architecture` as in OpenRouter."""
     loaded = library.loaded.get(name)
     made: dict[str, Any] = {"id": name, "object": "model", "created": library.created, "owned_by": "mlc-amd"}
     made["status"] = {"value": "loaded" if loaded else "unloaded"}
     if loaded:
         config, context = loaded.engine.config, loaded.engine.context
         made["meta"] = {"n_vocab": loaded.engine.vocab, "n_ctx": context, "n_ctx_train": config["context"]}
-        made["max_model_len"] = context  # vLLM's name for it
+        made["max_model_len"] = context  # vLLM's name of this field
         made["architecture"] = {"input_modalities": ["text", "image"] if loaded.sees else ["text"]}
     return made
 
 
 def _capabilities(library: Library, name: str) -> list[str]:
-    """Of a model that is not loaded they are not known."""
+    """What the model can do; unknown while it is not loaded."""
     loaded = library.loaded.get(name)
     if loaded is None:
         return []
@@ -162,7 +162,7 @@ def _capabilities(library: Library, name: str) -> list[str]:
 
 
 async def health(request: Request) -> Response:
-    """200 once requests are taken; 503 until the default model is loaded, and while the server is stopping."""
+    """200 if the server accepts requests; 503 until the default model is loaded, and while the server is stopping."""
     service = service_of(request)
     if service.stopping or service.loading:
         return Json({"status": "stopping" if service.stopping else "loading model"}, 503, loading().headers)
@@ -219,12 +219,12 @@ def _text_request(fields: Fields, prompts: list[Any], client: str) -> TextReques
 
 
 def _are_several(prompt: Any) -> bool:
-    """Whether it is a list of prompts."""
+    """Whether a prompt is a list of prompts."""
     return isinstance(prompt, list) and not any(type(one) is int for one in prompt)
 
 
 def _plain(fields: Fields, prompt: Any) -> Any:
-    """A prompt that may be an object with its text and images."""
+    """A prompt that may be an object with a text and images."""
     if not isinstance(prompt, Mapping):
         return prompt
     of = Fields(prompt, fields.path("prompt"))
@@ -239,14 +239,14 @@ def _plain(fields: Fields, prompt: Any) -> Any:
     return SeenText(text.replace(IMAGE, "").replace(_MEDIA, IMAGE), images)
 
 
-# ---- of answers
+# ---- answers
 
-# Whether ids of tokens are wanted, and whether probabilities are.
+# whether token ids are wanted, and whether probabilities are
 Wanted = tuple[bool, bool]
 
 
 def _chosen(body: Mapping[str, Any], fields: Sequence[str]) -> Mapping[str, Any]:
-    """See `response_fields` above."""
+    """The selected fields of a body; see `response_fields` in the module's docstring."""
     if not fields:
         return body
     found = {}
@@ -283,7 +283,7 @@ def _token(token: TokenLogprob) -> dict[str, Any]:
 
 
 def _ended(answering: Answering, end: Finish, text: str) -> dict[str, Any]:
-    """text: of the whole answer."""
+    """The fields of an answer's end. text: of the whole answer."""
     request, engine = answering.request, answering.model.engine
     assert isinstance(request, TextRequest), "it was asked for"
     limited, prompt = end.reason == "length", request.prompts[end.index]
@@ -320,7 +320,7 @@ class _Chunks(Encoder):
 
     def __init__(self, answering: Answering, wanted: Wanted, shown: Sequence[str], timed: bool) -> None:
         self._answering, self._wanted, self._shown, self._timed = answering, wanted, shown, timed
-        self._texts: dict[int, str] = {}  # so far, by index
+        self._texts: dict[int, str] = {}  # the texts so far, by index
 
     def events(self, events: Sequence[Event]) -> bytes:
         return b"".join(self._encoded(event) for event in events if isinstance(event, Text | PromptProgress | Finish))

@@ -1,8 +1,9 @@
-"""`POST /slots/ID?action=save`, `restore` and `erase`, as llama-server has them, for a server with --slot-save-path.
+"""`POST /slots/ID?action=save`, `restore` and `erase`, as in llama-server, for a server with --slot-save-path.
 
-A slot is a number that requests have as `id_slot`, 0 where they have none; it stands for the tokens of its last answer
-and of the prompt. Saved is what the KV cache has of them, in {"filename"}; after a restore prompts that begin with
-these tokens are not computed, in whichever slot. `model`, in the query or the body, says whose slots they are.
+A slot is the number in a request's field `id_slot`, by default 0. It stands for the tokens of its last prompt and
+answer. `save` writes what the KV cache has of these tokens to {"filename"}. After `restore`, prompts that begin with
+these tokens need not compute them, whichever slot they have. `model`, in the query or the body, names the model of the
+slots.
 """
 
 import asyncio
@@ -57,7 +58,7 @@ def _save(model: LoadedModel, number: int, path: Path) -> dict[str, Any]:
     tokens = model.slots.get(number)
     if not tokens:
         raise invalid(f"slot {number} has no answer yet", "id_slot")
-    model.engine.complete(tokens, max_tokens=0)  # what is not in memory any more
+    model.engine.complete(tokens, max_tokens=0)  # computes what is no longer in memory
     saved = model.engine.stored.save(tokens, path)
     return {"n_saved": saved.tokens, "n_written": saved.nbytes}
 

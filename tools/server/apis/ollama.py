@@ -1,10 +1,10 @@
-"""`/api/chat`, `/api/generate`, `/api/tags`, `/api/ps`, `/api/show`, `/api/pull`, `/api/delete` and `/api/version`,
+"""`/api/chat`, `/api/generate`, `/api/tags`, `/api/ps`, `/api/show`, `/api/pull`, `/api/delete` and `/api/version`:
 ollama's API (https://github.com/ollama/ollama/blob/main/docs/api.md).
 
-Answers are streamed as lines of JSON unless the request says otherwise. `load_duration` is always 0: it is the time of
-a request that waits for its model. Without effect here: `keep_alive` (see --idle-unload), `options` about devices
-(num_gpu, ..). `num_ctx` limits the tokens of prompt and answer. With a `suffix`, `/api/generate` writes the text
-between prompt and suffix. Refused: `context`, models that the server was not started with.
+By default, answers are streamed as lines of JSON. `load_duration` is always 0, although a request may wait for its
+model. These have no effect: `keep_alive` (see --idle-unload), `options` about devices (num_gpu, ..). `num_ctx` limits
+the tokens of prompt and answer together. With a `suffix`, `/api/generate` writes the text between prompt and suffix.
+These are rejected: `context`, and models with which the server was not started.
 """
 
 import time
@@ -56,7 +56,7 @@ async def generate(request: Request) -> Response:
 
 
 async def _load(request: Request, name: str, answer: dict[str, Any]) -> Response:
-    """A request without a prompt loads the model."""
+    """Loads the model; the answer to a request without a prompt."""
     async with service_of(request).library.use(name) as model:
         return Json({**_head(model.name), **answer, "done": True, "done_reason": "load"})
 
@@ -65,7 +65,7 @@ async def _load(request: Request, name: str, answer: dict[str, Any]) -> Response
 
 
 def chat_request(fields: Fields, client: str) -> forms.ChatRequest | None:
-    """None: there are no messages, the model shall only be loaded."""
+    """The request; None if there are no messages: then the model is only loaded."""
     if not fields.raw("messages"):
         return None
     return forms.ChatRequest(
@@ -75,7 +75,7 @@ def chat_request(fields: Fields, client: str) -> forms.ChatRequest | None:
 
 
 def generate_request(fields: Fields, client: str) -> forms.AnswerRequest | None:
-    """None: there is no prompt, the model shall only be loaded."""
+    """The request; None if there is no prompt: then the model is only loaded."""
     if fields.raw("context"):
         raise fields.wrong("context", "left out: this server has no such function")
     prompt, system, suffix = fields.text("prompt"), fields.text("system"), fields.text("suffix")
@@ -102,7 +102,7 @@ def _common(fields: Fields, client: str) -> dict[str, Any]:
     return {
         "model": fields.text("model"),
         "sampling": sampling(options),
-        "max_tokens": limit if limit is not None and limit > 0 else None,  # -1: no limit
+        "max_tokens": limit if limit is not None and limit > 0 else None,  # -1 means no limit
         **endings(options),
         "logprobs": logprobs,
         "response_format": answer_format(fields, "format", _format(fields)),
@@ -112,7 +112,7 @@ def _common(fields: Fields, client: str) -> dict[str, Any]:
 
 
 def _format(fields: Fields) -> forms.ResponseFormat | None:
-    """ "json", or a schema."""
+    """The format of the answer: "json", or a schema."""
     given = fields.raw("format")
     if not given:
         return None
@@ -169,7 +169,7 @@ def _whole_text(answering: Answering, events: Sequence[forms.Event]) -> dict[str
 
 
 def _said(blocks: Sequence[forms.Block], name: str) -> dict[str, Any]:
-    """What blocks hold; the text in the field `name`."""
+    """The fields for blocks of an answer. name: the field of the text."""
     text, thought, calls = forms.parts_of(blocks)
     found: dict[str, Any] = {name: text} | ({"thinking": thought} if thought else {})
     if calls:
@@ -183,15 +183,15 @@ def _said(blocks: Sequence[forms.Block], name: str) -> dict[str, Any]:
 
 
 class TextLines(Encoder):
-    """The encoder of streamed answers of `/api/generate`. Calls are whole: their arguments are objects. field: that
-    holds the text."""
+    """The encoder of streamed answers of `/api/generate`. Calls are written whole, because their arguments are objects.
+    field: the field of the text."""
 
     media_type = "application/x-ndjson"
     field = "response"
 
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
-        self._calls: list[forms.Event] = []  # the events of calls, which are written at the end
+        self._calls: list[forms.Event] = []  # events of calls, which are written at the end
 
     def events(self, events: Sequence[forms.Event]) -> bytes:
         end = next((event for event in events if isinstance(event, forms.Finish)), None)
@@ -218,7 +218,7 @@ class TextLines(Encoder):
 
 
 class ChatLines(TextLines):
-    """The same of `/api/chat`."""
+    """The encoder of streamed answers of `/api/chat`."""
 
     field = "content"
 
@@ -243,7 +243,7 @@ async def running(request: Request) -> Response:
 
 
 def _model(request: Request, name: str) -> dict[str, Any]:
-    """What is known without loading the model."""
+    """What is known of a model without loading it."""
     library = service_of(request).library
     model = library.loaded.get(name)
     artifact = model.engine.artifact if model else None
@@ -271,12 +271,12 @@ def _details(artifact: Artifact | None) -> dict[str, Any]:
 
 
 def _parameters(count: float) -> str:
-    """As ollama writes it ("8.0B")."""
+    """A number of parameters as ollama writes it ("8.0B")."""
     return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
 
 
 async def show(request: Request) -> Response:
-    """Loads the model: what it is stands in its artifact."""
+    """Describes a model. It is loaded, because the description comes from its artifact."""
     fields = await read_fields(request)
     async with service_of(request).library.use(fields.text("model") or fields.text("name"), Loaded) as model:
         engine = model.engine
@@ -306,7 +306,7 @@ def _capabilities(model: Loaded) -> list[str]:
 
 
 async def pull(request: Request) -> Response:
-    """Succeeds for the models that are here."""
+    """Succeeds for the server's own models."""
     fields = await read_fields(request)
     name = _named(fields)
     try:

@@ -1,8 +1,8 @@
-"""`POST /v1/chat/completions`, OpenAI's chat API (https://platform.openai.com/docs/api-reference/chat).
+"""`POST /v1/chat/completions`: OpenAI's chat API (https://platform.openai.com/docs/api-reference/chat).
 
-Beyond it: `reasoning_content` with what the model thinks, as DeepSeek's API and llama-server have it;
-`chat_template_kwargs`, variables of the chat template; `timings` as llama-server's, with `timings_per_token` in each
-chunk of text, and its `return_progress`. The fields of sampling are in openai_fields.py. Not supported: audio, images
+Extensions: `reasoning_content` has the model's thinking, as in DeepSeek's API and llama-server; `chat_template_kwargs`
+are variables of the chat template; `timings` are llama-server's, with `timings_per_token` in each chunk of text;
+`return_progress` is llama-server's. openai_fields.py has the fields of sampling. Not supported: audio, images as output
 (400).
 """
 
@@ -26,7 +26,7 @@ from mlc_amd.tools.server.prompts import check_messages
 from mlc_amd.tools.server.service import client_of, read_fields, respond
 from mlc_amd.tools.server.streaming import dumps
 
-# OpenAI's words for how much to think -> ours, by preference (ChatRequest.thinking).
+# OpenAI's values of how much to think -> values of ChatRequest.thinking, in order of preference.
 LEVELS = {"low": ("low", "on"), "medium": ("medium", "on"), "high": ("high", "on"), "xhigh": ("high", "on")}
 EFFORTS = dict.fromkeys(("none", "minimal"), ("off", "low")) | LEVELS
 
@@ -73,7 +73,7 @@ def _variables(fields: Fields) -> dict[str, Any]:
 
 
 def check_tools(fields: Fields) -> list[dict[str, Any]]:
-    """The functions of `tools`."""
+    """The functions in the field `tools`."""
     found = []
     for tool in fields.objects("tools"):
         if tool.text("type", "function") != "function":
@@ -84,7 +84,7 @@ def check_tools(fields: Fields) -> list[dict[str, Any]]:
 
 
 def function_tool(function: Fields) -> dict[str, Any]:
-    """A function as chat templates take it."""
+    """A function in the form for chat templates."""
     function.required("name")
     made: dict[str, Any] = {"name": function.text("name"), "description": function.text("description")}
     made["parameters"] = function.values("parameters") or {"type": "object", "properties": {}}
@@ -93,7 +93,7 @@ def function_tool(function: Fields) -> dict[str, Any]:
 
 
 def tool_choice(fields: Fields, tools: Sequence[Mapping[str, Any]]) -> Any:
-    """See ChatRequest.tool_choice."""
+    """The value of ChatRequest.tool_choice."""
     given = fields.raw("tool_choice")
     if given is None or isinstance(given, str):
         return fields.choice("tool_choice", ("auto", "none", "required"), "auto")
@@ -111,7 +111,7 @@ def tool_choice(fields: Fields, tools: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def choice(events: Sequence[forms.Event], end: forms.Finish) -> dict[str, Any]:
-    """A whole answer."""
+    """A whole answer, from its events."""
     blocks = forms.blocks_of(events)
     text, thought, called = forms.parts_of(blocks)
     calls = [forms.tool_call(call.id, call.name, call.text) for call in called]
@@ -129,7 +129,7 @@ def choice(events: Sequence[forms.Event], end: forms.Finish) -> dict[str, Any]:
 
 
 class ChatChunks(openai_fields.Chunks):
-    """The encoder of streamed answers. timed: chunks of text have timings."""
+    """The encoder of streamed answers. timed: whether chunks of text have timings."""
 
     def __init__(self, answering: Answering, usage: bool, timed: bool = False) -> None:
         super().__init__("chatcmpl", "chat.completion.chunk", answering, usage)

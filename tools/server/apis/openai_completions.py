@@ -1,11 +1,11 @@
-"""`POST /v1/completions`, OpenAI's text API (https://platform.openai.com/docs/api-reference/completions).
+"""`POST /v1/completions`: OpenAI's text API (https://platform.openai.com/docs/api-reference/completions).
 
-The prompt is continued as it is, without a chat template; control tokens in it are parsed. Several prompts, as texts or
-as lists of token ids, are answered together. `max_tokens` is 16 unless the request says otherwise, as there; 0 computes
-the prompt alone. `echo` puts the prompt before the text, with `logprobs` also its tokens before the new ones.
-`prompt_logprobs`, vLLM's, is a list of those of the prompt; without `logprobs`, that field has those of all tokens. An
-end token has an entry among the log probabilities, but no text. With `suffix` the text is that between the prompt, a
-text, and the suffix, by a model with tokens for this (fill_in_middle.py). Not supported: `best_of` (400).
+The prompt is continued without a chat template; control tokens in it are parsed. There may be several prompts, as texts
+or as lists of token ids. As in OpenAI's API, `max_tokens` is 16 by default; 0 only computes the prompt. `echo` puts the
+prompt before the text, and with `logprobs` also the prompt's tokens before the new ones. `prompt_logprobs` is vLLM's
+list for the prompt's tokens; if it is given without `logprobs`, that field has the values of all tokens. An end token
+has a log probability, but no text. With `suffix`, the answer is the text between the prompt, which must be a text, and
+the suffix, if the model has tokens for this (fill_in_middle.py). Not supported: `best_of` (400).
 """
 
 from collections.abc import Sequence
@@ -71,8 +71,8 @@ def text_request(fields: Fields, client: str) -> TextRequest:
 
 
 def prompts_of(fields: Fields, given: Any, parts: tuple[type, ...] = (int,)) -> list[Any]:
-    """A text, token ids, or a list of these, as a list of texts and lists of ids. fields: have it as `prompt`. parts:
-    types of what a list that is one prompt consists of."""
+    """The prompts in a field, as a list of texts and lists of ids. It may have a text, token ids, or a list of these.
+    fields: the request. parts: the types of which a list that is one prompt consists."""
     found = [given] if isinstance(given, str) or _is_ids(given) else given
     if not isinstance(found, list) or not 0 < len(found) <= _MOST_PROMPTS:
         raise fields.wrong("prompt", f"a string, a list of token ids, or a list of up to {_MOST_PROMPTS} of these")
@@ -86,7 +86,7 @@ def _is_ids(value: Any, parts: tuple[type, ...] = (int,)) -> bool:
 
 
 def _choice(every: bool, of_prompt: int | None, events: Sequence[Event], end: Finish) -> dict[str, Any]:
-    """A whole answer. every: `logprobs` has those of the prompt, too; of_prompt: `prompt_logprobs`."""
+    """A whole answer. every: whether `logprobs` also has the prompt's tokens. of_prompt: `prompt_logprobs`."""
     texts = [event for event in events if isinstance(event, Text)]
     prompt = next((event for event in events if isinstance(event, PromptEcho)), PromptEcho())
     shown = prompt if every else replace(prompt, logprobs=())
@@ -97,7 +97,7 @@ def _choice(every: bool, of_prompt: int | None, events: Sequence[Event], end: Fi
 
 
 def _vllm(token: TokenLogprob, most: int) -> dict[str, Any] | None:
-    """A token of a prompt and the most likely ones in its place, by id, as vLLM has them."""
+    """A token of a prompt and the most likely tokens in its place, by id, in vLLM's form."""
     if token.logprob is None:
         return None
     ranked = [*(replace(one, rank=rank) for rank, one in enumerate(token.top[:most], 1)), token]
@@ -107,7 +107,8 @@ def _vllm(token: TokenLogprob, most: int) -> dict[str, Any] | None:
 def _part(
     index: int, events: Sequence[Text], offset: int, end: Finish | None, prompt: PromptEcho | None = None
 ) -> dict[str, Any]:
-    """A choice in a body. offset: of the first event's text in the whole answer; prompt: that this part begins with."""
+    """A choice of a body. offset: where the first event's text begins in the whole answer. prompt: the echoed prompt,
+    if this part begins with it."""
     prompt = prompt or PromptEcho()
     logprobs = [one for event in events for one in event.logprobs]
     logprobs += [end.last] if end and end.last else []
@@ -122,7 +123,7 @@ def _part(
 
 
 def logprobs_body(logprobs: Sequence[TokenLogprob], places: Sequence[int]) -> dict[str, Any]:
-    """places: of the tokens in the text."""
+    """The field `logprobs`. places: where the tokens begin in the text."""
     return {
         "tokens": [one.text for one in logprobs],
         "token_logprobs": [one.logprob for one in logprobs],
@@ -132,7 +133,8 @@ def logprobs_body(logprobs: Sequence[TokenLogprob], places: Sequence[int]) -> di
 
 
 def _top(token: TokenLogprob) -> dict[str, float | None] | None:
-    """The most likely tokens and the token itself; of those with one text the likeliest. None: nothing predicts it."""
+    """The most likely tokens and the token itself; of several with the same text the most likely one. None for a token
+    that nothing predicts."""
     if token.logprob is None:
         return None
     upwards = (token, *(token if one.id == token.id else one for one in reversed(token.top)))
@@ -140,7 +142,8 @@ def _top(token: TokenLogprob) -> dict[str, float | None] | None:
 
 
 def _places(prompt: PromptEcho) -> list[int]:
-    """Where the tokens of a prompt begin in its text, which may lack the first ones or a space that tokenizing adds."""
+    """Where a prompt's tokens begin in its text. The text may lack the first tokens, or a space that tokenizing
+    adds."""
     text, at, characters, found = prompt.text.encode("utf-8", "surrogatepass"), 0, 0, []
     for token in prompt.logprobs:
         found.append(characters)
@@ -156,7 +159,7 @@ class TextChunks(openai_fields.Chunks):
 
     def __init__(self, answering: Answering, usage: bool) -> None:
         super().__init__("cmpl", "text_completion", answering, usage)
-        self._lengths: dict[int, int] = {}  # of the texts so far, by index
+        self._lengths: dict[int, int] = {}  # lengths of the texts so far, by index
 
     def events(self, events: Sequence[Event]) -> bytes:
         parts: dict[int, list[Text]] = {}

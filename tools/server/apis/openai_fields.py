@@ -1,9 +1,9 @@
-"""The fields that OpenAI's chat and text APIs have in common, and their extensions by other servers.
+"""The fields that OpenAI's chat and text APIs share, and extensions of other servers.
 
 Sampling parameters that a request leaves out are the model's own. Extensions, by their names in llama.cpp and vLLM:
 top_k, min_p, repetition_penalty (repeat_penalty), repetition_window (repeat_last_n), min_tokens, ignore_eos, n_predict
-(max_tokens), stop_token_ids, include_stop_str_in_output, skip_special_tokens. Fields that choose how a server works,
-such as cache_prompt, have no effect. id_slot: see llama_slots.py.
+(max_tokens), stop_token_ids, include_stop_str_in_output, skip_special_tokens. Fields about how a server works, such as
+cache_prompt, have no effect. id_slot: see llama_slots.py.
 """
 
 import time
@@ -25,27 +25,27 @@ from mlc_amd.tools.server.streaming import Encoder, dumps
 
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
 _PENALTY, _WINDOW = ("repetition_penalty", "repeat_penalty"), ("repetition_window", "repeat_last_n")
-# Tokens of a window that is meant to be the whole context.
+# A window of so many tokens stands for the whole context.
 _WHOLE_CONTEXT = 1 << 20
-# Answers to one prompt, as OpenAI's API limits them.
+# Largest number of answers to one prompt, as in OpenAI's API.
 _MOST_ANSWERS = 128
 _MOST_STOPS, _MOST_STOP_CHARACTERS = 1024, 16384
 _MOST_STOP_IDS = 128
-# Names of the limit of tokens.
+# The names of the limit of tokens.
 LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")
 _NEVER = -LARGEST_BIAS
 _DONE = b"data: [DONE]\n\n"
 
 
 def common(fields: Fields, client: str, least: int = 1) -> dict[str, Any]:
-    """What requests of all of these APIs have, as arguments of an `AnswerRequest`. least: of max_tokens."""
+    """The fields that requests of these APIs share, as arguments of an `AnswerRequest`. least: of max_tokens."""
     return {
         "model": fields.text("model"),
         "sampling": sampling(fields),
         "max_tokens": most_tokens(fields, least),
         **endings(fields),
         "response_format": answer_format(fields),
-        # Whether chunks say how far the prompt is, as llama-server's.
+        # whether chunks report the progress of the prompt, as in llama-server
         "progress": fields.flag("return_progress") and fields.flag("stream"),
         "client": client,
         "slot": max(fields.whole("id_slot", -1, MOST_SLOTS - 1) or 0, 0),
@@ -59,9 +59,9 @@ def sampling(fields: Fields) -> SamplingChanges:
     window = next((fields.whole(name) for name in _WINDOW if fields.has(name)), None)
     found[_WINDOW[0]] = _WHOLE_CONTEXT if window == -1 else window
     if (top_k := fields.whole("top_k")) is not None:
-        found["top_k"] = max(top_k, 0)  # -1 means all, too
+        found["top_k"] = max(top_k, 0)  # -1 also means all tokens
     seed = fields.whole("seed")
-    if seed is not None and seed >= 0:  # -1: a new one
+    if seed is not None and seed >= 0:  # -1 means a new seed
         found["seed"] = seed & ((1 << SEED_BITS) - 1)
     if bias := logit_bias(fields):
         found["logit_bias"] = bias
@@ -69,7 +69,7 @@ def sampling(fields: Fields) -> SamplingChanges:
 
 
 def checked(changes: Mapping[str, Any]) -> SamplingChanges:
-    """The changes, if they are in range: ApiError 400 with the parameter's name."""
+    """The changes. Raises ApiError 400, with the parameter's name, if one is out of range."""
     for name, value in changes.items():
         try:
             Sampling(**{name: value})
@@ -79,7 +79,8 @@ def checked(changes: Mapping[str, Any]) -> SamplingChanges:
 
 
 def logit_bias(fields: Fields) -> dict[int, Any]:
-    """{id: number}, or as llama-server has it: [[id, number], ..]. false instead of a number: never this token."""
+    """The field logit_bias: {id: number}, or llama-server's [[id, number], ..]. false in place of a number: the token
+    is never chosen."""
     given = [] if fields.raw("logit_bias") is None else fields.raw("logit_bias")
     try:
         pairs = given.items() if isinstance(given, Mapping) else [(token, value) for token, value in given]
@@ -89,20 +90,21 @@ def logit_bias(fields: Fields) -> dict[int, Any]:
 
 
 def _id(token: Any) -> int:
-    """Of a number or its text. TypeError, ValueError."""
+    """A token id from a number or its text. Raises TypeError or ValueError."""
     if not isinstance(token, str) and type(token) is not int:
         raise TypeError
     return int(token)
 
 
 def most_tokens(fields: Fields, least: int = 1) -> int | None:
-    """The limit of an answer's tokens, by the first of its names that is given. None: the context, also for -1."""
+    """The limit of an answer's tokens, from the first of its names that is given. None, or -1: the context is the
+    limit."""
     name = next((name for name in LIMITS if fields.has(name)), LIMITS[0])
     return None if fields.raw(name) == -1 else fields.whole(name, least)
 
 
 def endings(fields: Fields) -> dict[str, Any]:
-    """What ends answers, and whether that is shown, as arguments of an `AnswerRequest`."""
+    """What ends answers, and whether it is part of them, as arguments of an `AnswerRequest`."""
     return {
         "min_tokens": ENDLESS if fields.flag("ignore_eos") else fields.whole("min_tokens", 0, ENDLESS) or 0,
         "stop": _stops(fields),
@@ -135,16 +137,16 @@ def answers(fields: Fields) -> int:
 
 
 def streamed(fields: Fields) -> tuple[bool, bool]:
-    """Whether to stream, and whether with the usage."""
+    """(whether to stream, whether the stream has the usage)."""
     options = fields.object("stream_options")
     return fields.flag("stream"), bool(options and options.flag("include_usage"))
 
 
-# ---- of answers
+# ---- answers
 
 
 def _head(name: str, kind: str, model: str) -> dict[str, Any]:
-    """What bodies begin with. name: what their ids begin with."""
+    """The first fields of a body. name: prefix of its id."""
     return {
         "id": f"{name}-{uuid.uuid4().hex}",
         "object": kind,
@@ -158,7 +160,7 @@ def whole(
     name: str, kind: str, choice: Callable[[Sequence[Event], Finish], object], answering: Answering,
     events: Sequence[Event],
 ) -> dict[str, Any]:  # fmt: skip
-    """The body of whole answers. choice: makes the part of one, of its events and its end."""
+    """The body of whole answers. choice: makes the part for one answer, from its events and its end."""
     finishes = finishes_of(events)
     return {
         **_head(name, kind, answering.model.name),
@@ -169,23 +171,23 @@ def whole(
 
 
 class Chunks(Encoder):
-    """What encoders of the chat and the text API have in common. usage: a last chunk says how many tokens there
-    were."""
+    """The common parts of the encoders of the chat and the text API. usage: whether a last chunk reports the number of
+    tokens."""
 
     def __init__(self, name: str, kind: str, answering: Answering, usage: bool) -> None:
         self._answering, self._usage, self._n = answering, usage, answering.request.n
-        # Most chunks differ in their text alone: the rest of them is written once.
+        # Most chunks only differ in their text, so the rest of them is encoded once.
         self._open = b"data: " + dumps(_head(name, kind, answering.model.name))[:-1] + b',"choices":['
         self._close = (b'],"usage":null}' if usage else b"]}") + b"\n\n"
         self._finishes: list[Finish] = []
 
     def _chunk(self, choice: bytes, about: Mapping[str, Any] | None = None) -> bytes:
-        """about: further fields."""
+        """A chunk with one choice. about: further fields."""
         close = self._close if about is None else b"]," + dumps(about)[1:-1] + self._close[1:]
         return self._open + choice + close
 
     def _about_all(self) -> dict[str, Any]:
-        """Fields of the last chunk."""
+        """The fields of the last chunk."""
         return {"usage": usage_body(self._finishes, self._n)}
 
     def end(self) -> bytes:
@@ -197,7 +199,7 @@ class Chunks(Encoder):
 
 
 def usage_body(finishes: Sequence[Finish], n: int) -> dict[str, Any]:
-    """Of all answers. The prompt of n answers counts once."""
+    """The usage of all answers. The prompt of n answers counts once."""
     prompts = [finish.usage for finish in finishes if finish.index % n == 0]
     prompt, cached = sum(usage.prompt for usage in prompts), sum(usage.cached for usage in prompts)
     completion = sum(finish.usage.completion for finish in finishes)
@@ -212,16 +214,16 @@ def usage_body(finishes: Sequence[Finish], n: int) -> dict[str, Any]:
 
 
 def progress_body(progress: PromptProgress) -> dict[str, Any]:
-    """As llama-server has it."""
+    """The progress of a prompt in llama-server's form."""
     body = {"total": progress.total, "cache": progress.cached, "processed": progress.processed}
     return {"prompt_progress": body | {"time_ms": round(progress.seconds * 1000)}}
 
 
 def timings_body(stats: Finish | Progress) -> dict[str, Any]:
-    """As llama-server has them: milliseconds, and tokens per second."""
+    """Timings in llama-server's form: milliseconds, and tokens per second."""
     prompt, made = stats.usage.prompt - stats.usage.cached, stats.usage.completion
     prompt_ms, predicted_ms = stats.timings.ttft * 1000, stats.timings.decode * 1000
-    later = max(made - 1, 0)  # tokens after the first, which the prompt's time includes
+    later = max(made - 1, 0)  # tokens after the first; the time of the first is part of the prompt's
     return {
         "cache_n": stats.usage.cached,
         "prompt_n": prompt,
@@ -241,7 +243,7 @@ def finishes_of(events: Iterable[Event]) -> list[Finish]:
 
 
 def logprob_body(token: TokenLogprob) -> dict[str, Any]:
-    """As OpenAI's chat and Responses APIs have it."""
+    """A token's log probabilities in the form of OpenAI's chat and Responses APIs."""
     return {**_token(token), "top_logprobs": [_token(other) for other in token.top]}
 
 

@@ -1,5 +1,5 @@
-"""The objects of OpenAI's Responses API: responses, their items, the store of those that can be continued, and the
-events of streamed ones (https://platform.openai.com/docs/api-reference/responses-streaming)."""
+"""The objects of OpenAI's Responses API: responses, their items, the store of responses that can be continued, and the
+events of streamed responses (https://platform.openai.com/docs/api-reference/responses-streaming)."""
 
 import time
 import uuid
@@ -14,10 +14,10 @@ from mlc_amd.tools.server.apis.openai_fields import logprob_body
 from mlc_amd.tools.server.errors import ApiError
 from mlc_amd.tools.server.streaming import Encoder, sse
 
-# Responses that are kept, and characters of all of them.
+# Largest number of responses that are kept, and of their characters in all.
 _MOST_RESPONSES, _MOST_CHARACTERS = 1000, 64_000_000
 _PREFIXES = {"thinking": "rs", "text": "msg", "call": "fc"}
-# kind of a block -> what its deltas are called
+# kind of a block -> name of its deltas
 _DELTAS = {
     "text": "response.output_text",
     "thinking": "response.reasoning_text",
@@ -26,12 +26,12 @@ _DELTAS = {
 
 
 def new_id(kind: str, maker: str = "") -> str:
-    """maker: what it begins with."""
+    """A new id. maker: the beginning of its random part."""
     return f"{kind}_{maker}{uuid.uuid4().hex}"
 
 
 def response(id: str, created: int, model: str, echo: Mapping[str, Any], status: str = "in_progress") -> dict[str, Any]:
-    """A response without output. echo: what it repeats of its request."""
+    """A response without output. echo: fields of the request that it repeats."""
     return {
         "id": id,
         "object": "response",
@@ -51,7 +51,7 @@ def response(id: str, created: int, model: str, echo: Mapping[str, Any], status:
 def ended(
     begun: Mapping[str, Any], output: Sequence[Mapping[str, Any]], usage: forms.Usage, cut: bool
 ) -> dict[str, Any]:
-    """The response with its output. cut: it was cut off at the limit of tokens."""
+    """The response with its output. cut: whether the limit of tokens cut it off."""
     return {
         **begun,
         "completed_at": None if cut else int(time.time()),
@@ -84,7 +84,7 @@ def item_id(block: forms.Block) -> str:
 
 
 def part(block: forms.Block) -> dict[str, Any]:
-    """The content of a message, or of reasoning."""
+    """The content of a message item or a reasoning item."""
     if block.kind == "thinking":
         return {"type": "reasoning_text", "text": block.text}
     logprobs = [logprob_body(one) for one in block.logprobs]
@@ -92,7 +92,7 @@ def part(block: forms.Block) -> dict[str, Any]:
 
 
 def as_message(blocks: Sequence[forms.Block]) -> dict[str, Any]:
-    """The answer as a message that the next request continues."""
+    """The answer as a message, which the next request continues."""
     text, thought, called = forms.parts_of(blocks)
     calls = [forms.tool_call(call.id, call.name, call.arguments) for call in called]
     made: dict[str, Any] = {"role": "assistant", "content": text}
@@ -104,7 +104,8 @@ def as_message(blocks: Sequence[forms.Block]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Stored:
-    """client: whose response it is. body: the response; messages: the conversation up to its end."""
+    """client: the client whose response it is. body: the response. messages: the conversation, including the
+    response."""
 
     client: object
     body: dict[str, Any]
@@ -113,7 +114,8 @@ class Stored:
 
 
 class ResponseStore:
-    """The last responses of all clients, in memory. maker: what their ids begin with, to tell several stores apart."""
+    """The last responses of all clients, in memory. maker: the beginning of their ids, which distinguishes several
+    stores."""
 
     def __init__(self, maker: str = "") -> None:
         self.maker = maker
@@ -128,7 +130,8 @@ class ResponseStore:
             self._size -= self._kept.popitem(last=False)[1].size
 
     def find(self, id: str, client: object, param: str | None = None) -> Stored:
-        """ApiError 404 where it is not, not any more, or another client's."""
+        """The response with this id. Raises ApiError 404 if it does not exist, was dropped, or belongs to another
+        client."""
         found = self._kept.get(id)
         if found is None or found.client != client:
             raise ApiError(404, f"there is no response {shorten(id)} here", param, "response_not_found")
@@ -148,18 +151,18 @@ class ResponseEvents(Encoder):
 
         response.created, response.in_progress
         for each item: response.output_item.added
-            of messages and reasoning: response.content_part.added, .. .delta, .. .done, response.content_part.done
-            of calls: response.function_call_arguments.delta, .done
+            for messages and reasoning: response.content_part.added, .. .delta, .. .done, response.content_part.done
+            for calls: response.function_call_arguments.delta, .done
           response.output_item.done
-        response.completed or response.incomplete; error and response.failed where it fails
+        response.completed or response.incomplete; error and response.failed after an error
     """
 
     def __init__(self, begun: dict[str, Any], keep: Callable[[dict[str, Any], Sequence[forms.Block]], None]) -> None:
         self._response, self._keep = begun, keep
-        self._number = 0  # of the next event
+        self._number = 0  # number of the next event
         self._blocks: list[forms.Block] = []
-        self._items: list[dict[str, Any]] = []  # that are complete
-        self._id = ""  # of the item that is open
+        self._items: list[dict[str, Any]] = []  # complete items
+        self._id = ""  # id of the open item
         self._end: forms.Finish | None = None
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -189,7 +192,7 @@ class ResponseEvents(Encoder):
         if isinstance(event, forms.Finish):
             self._end = event
             return self._close()
-        return b""  # this API has no progress of prompts
+        return b""  # this API does not report the progress of prompts
 
     def _where(self) -> dict[str, Any]:
         return {"item_id": self._id, "output_index": len(self._items)}
@@ -208,7 +211,7 @@ class ResponseEvents(Encoder):
         return made + self._event("response.content_part.added", **self._where(), content_index=0, part=part(block))
 
     def _close(self) -> bytes:
-        """Ends the item that is open."""
+        """Ends the open item."""
         if not self._id:
             return b""
         block, where = self._blocks[-1], self._where()

@@ -1,10 +1,10 @@
-"""`POST /v1/responses`, OpenAI's Responses API, and `GET`, `DELETE /v1/responses/{id}`
+"""`POST /v1/responses`, and `GET`, `DELETE /v1/responses/{id}`: OpenAI's Responses API
 (https://platform.openai.com/docs/api-reference/responses).
 
-The last responses are kept in memory, so that their clients can continue them with `previous_response_id`, unless
-`store` is false. Items of the input: messages with text and images, function_call, function_call_output, reasoning. Not
-supported (400): other items, background responses, conversations, tools that are no functions: this server runs none
-itself.
+The last responses are kept in memory, so that clients can continue them with `previous_response_id`, unless `store` is
+false. The input may have messages with text and images, function_call, function_call_output and reasoning items. Not
+supported (400): other items, background responses, conversations, and tools that are not functions, as this server runs
+no tools itself.
 """
 
 import time
@@ -32,16 +32,16 @@ from mlc_amd.tools.server.streaming import Json
 
 _ROLES = ("user", "assistant", "system", "developer")
 _NUMBERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
-# What a tool is without some of its fields.
+# Default values of a tool's fields.
 _TOOL = {"description": None, "parameters": None, "strict": False}
 _LOGPROBS = "message.output_text.logprobs"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """request: for the engine; messages: of it, without the instructions, which later responses do not inherit; echo:
-    fields of the request that the response repeats; numbers: those of which the model has values, where they are left
-    out; store: whether later requests may continue the response."""
+    """request: for the engine. messages: of the request without the instructions, which later responses do not inherit.
+    echo: fields of the request that the response repeats. numbers: fields for which the model has values if the request
+    leaves them out. store: whether later requests may continue the response."""
 
     request: forms.ChatRequest
     messages: list[dict[str, Any]]
@@ -65,7 +65,7 @@ async def create(request: Request) -> Response:
             store.add(client, body, [*asked.messages, objects.as_message(blocks)])
 
     def begin(answering: Answering) -> dict[str, Any]:
-        """The settings that the request leaves out are the model's."""
+        """The response before any output. Settings that the request leaves out are the model's."""
         sampling = answering.model.engine.sampling
         echo = {name: getattr(sampling, name) if value is None else value for name, value in asked.numbers.items()}
         id = objects.new_id("resp", store.maker)
@@ -102,7 +102,7 @@ async def delete(request: Request) -> Response:
 
 
 def asked_of(fields: Fields, earlier: Sequence[Mapping[str, Any]], client: str) -> Asked:
-    """earlier: the messages of the response that this one continues."""
+    """The parsed request. earlier: the messages of the response that this one continues."""
     reasoning = fields.object("reasoning") or Fields({}, "reasoning")
     effort = reasoning.choice("effort", tuple(EFFORTS), "") if reasoning.has("effort") else ""
     messages = [*map(dict, earlier), *input_messages(fields)]
@@ -163,7 +163,7 @@ def _format(text: Fields) -> forms.ResponseFormat | None:
 
 
 def input_messages(fields: Fields) -> list[dict[str, Any]]:
-    """The input as messages of a chat. What the assistant thought, said and called in a row is one message."""
+    """The input as messages of a chat. Consecutive thinking, text and calls of the assistant become one message."""
     if isinstance(fields.required("input"), str):
         return [{"role": "user", "content": fields.text("input")}]
     found: list[dict[str, Any]] = []
@@ -202,7 +202,7 @@ def _add(messages: list[dict[str, Any]], item: Fields) -> None:
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's message at the end, a new one if there is none."""
+    """The assistant's message at the end; a new one is added if there is none."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
