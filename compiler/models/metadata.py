@@ -1,15 +1,8 @@
-<<<<<<< HEAD
 """Reads the metadata that decoders have in common into parts of a `ModelConfig`. Architectures (architectures/) are
 built from these functions.
 
 In: `Keys`. Out: configurations. A value that is missing, impossible or not supported raises a `UserError` with the name
 of its key. The names of keys and their defaults are llama.cpp's (src/llama-arch.cpp, src/llama-model.cpp).
-=======
-"""Reads the metadata that many architectures share into parts of a `ModelConfig`.
-
-In: `Keys`. Out: configurations. Raises a `UserError` that names the key for a value that is missing, impossible or not
-supported. Names of keys and defaults are llama.cpp's (src/llama-arch.cpp, src/llama-model.cpp).
->>>>>>> h-words18
 """
 
 import math
@@ -34,17 +27,10 @@ from mlc_amd.compiler.models.encoders.metadata import check_encoder, read_encode
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.runtime.errors import shorten
 
-<<<<<<< HEAD
 MAX_LAYERS = 1024  # more layers mean a damaged file; the largest known models have about 130
 MAX_EXPERTS = 1024  # llama.cpp supports up to 512
 SECTIONS = 4  # sections of RoPE's pairs: t, y, x of an image's rows, and one that no model uses
 MAX_TAPS = 16  # taps of a convolution that GPU kernels support; known models have 3 or 4
-=======
-MAX_LAYERS = 1024  # the largest known models have about 130; a file with more than this is damaged
-MAX_EXPERTS = 1024  # llama.cpp accepts up to 512
-SECTIONS = 4  # RoPE's sections in a file: t, y, x of an image's rows, and a fourth that no model uses
-MAX_TAPS = 16  # the longest convolution that GPU kernels support; known models have 3 or 4 taps
->>>>>>> h-words18
 ROPE, LOCAL_ROPE = "rope", "local_rope"  # keys of ModelConfig.ropes
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -59,24 +45,15 @@ NORMS_AROUND: dict[str, Any] = {
 NORMS_AFTER: dict[str, Any] = {
     "mixer_norms": Norms(after="post_attention_norm"), "feed_forward_norms": Norms(after="post_ffw_norm"),
 }  # fmt: skip
-<<<<<<< HEAD
 SHARED_NORM: dict[str, Any] = {"parallel": True, "feed_forward_norms": Norms()}  # one norm for mixer and block
-=======
-SHARED_NORM: dict[str, Any] = {"parallel": True, "feed_forward_norms": Norms()}  # one norm before mixer and block
->>>>>>> h-words18
 INTERLEAVED = (
     "qwen3vl",
     "qwen3vlmoe",
     "qwen35",
     "qwen35moe",
     "qwen4exp",
-<<<<<<< HEAD
 )  # architectures whose RoPE sections take turns
 GATINGS = {1: "softmax", 2: "sigmoid", 3: "softmax_used", 4: "sqrt_softplus"}  # values of expert_gating_func
-=======
-)  # architectures whose RoPE sections alternate
-GATINGS = {1: "softmax", 2: "sigmoid", 3: "softmax_used", 4: "sqrt_softplus"}  # by expert_gating_func
->>>>>>> h-words18
 
 
 def read_layers(keys: Keys) -> int:
@@ -85,24 +62,14 @@ def read_layers(keys: Keys) -> int:
 
 
 def each_layer(keys: Keys, count: int = 0) -> list[Keys]:
-<<<<<<< HEAD
     """The `Keys` of each layer; if count is not 0, of the first `count` layers."""
-=======
-    """The keys of each layer, or of the first `count` layers."""
->>>>>>> h-words18
     return [keys.at(i) for i in range(count or read_layers(keys))]
 
 
 class Predicting(NamedTuple):
-<<<<<<< HEAD
     """The layers for multi-token prediction, which come last. count: number of the other layers. predictor:
     configuration of the first prediction layer, if the file has its tensors. unused: tensors of further prediction
     layers."""
-=======
-    """The layers for multi-token prediction, which come last in the file. count: number of layers before them.
-    predictor: the configuration of the first of them, if the file has its tensors, else None. unused: the tensors of
-    the others; models with one such layer have none."""
->>>>>>> h-words18
 
     keys: Keys
     count: int
@@ -110,12 +77,7 @@ class Predicting(NamedTuple):
     unused: tuple[str, ...]
 
     def of(self, layer: Callable[[Keys], LayerConfig]) -> list[LayerConfig]:
-<<<<<<< HEAD
         """All layers, with the prediction layer. layer(keys): the configuration of a layer from its `Keys`."""
-=======
-        """All layers that are used, including the one that predicts. layer: makes a LayerConfig from the keys of a
-        layer."""
->>>>>>> h-words18
         layers = [layer(own) for own in each_layer(self.keys, self.count)]
         if self.predictor:
             layers.append(replace(layer(self.keys.at(self.count)), predictor=self.predictor))
@@ -123,13 +85,8 @@ class Predicting(NamedTuple):
 
 
 def predicting_layers(keys: Keys, known: bool = True) -> Predicting:
-<<<<<<< HEAD
     """The file's layers for multi-token prediction. known: whether `transformer.predictor` supports them; otherwise all
     of their tensors are unused."""
-=======
-    """known: whether the layer that predicts has the form of `transformer.predictor`; otherwise all predicting layers
-    are unused."""
->>>>>>> h-words18
     blocks = read_layers(keys)
     count = blocks - keys.integer("nextn_predict_layers", 0, minimum=0)
     if count < 1:
@@ -146,13 +103,8 @@ def predicting_layers(keys: Keys, known: bool = True) -> Predicting:
 
 
 def read_attention(keys: Keys, rope: str = ROPE, **variant) -> AttentionConfig:
-<<<<<<< HEAD
     """The attention of a layer, with the file's numbers and sizes of heads. rope: a key of ModelConfig.ropes. variant:
     other fields of AttentionConfig."""
-=======
-    """The attention of a layer, with head counts and sizes from the file. `variant`: further fields of
-    AttentionConfig."""
->>>>>>> h-words18
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     head_dim = keys.integer("attention.key_length", max(1, hidden // heads))
     kv_heads = keys.integer("attention.head_count_kv", heads)
@@ -166,13 +118,8 @@ def read_attention(keys: Keys, rope: str = ROPE, **variant) -> AttentionConfig:
 
 
 def attention(keys: Keys, heads: int, kv_heads: int, head_dim: int, rope: str, **variant) -> AttentionConfig:
-<<<<<<< HEAD
     """Attention with these sizes, which are checked, and with the variants of matrices that the layer has. variant:
     other fields of AttentionConfig."""
-=======
-    """The attention of these sizes, which are checked. Whether q, k and v are merged follows from the layer's
-    tensors."""
->>>>>>> h-words18
     if heads % kv_heads:
         raise keys.error(
             f"heads ({heads}) must be a multiple of KV heads ({kv_heads}) to be compiled; use another model"
@@ -183,23 +130,14 @@ def attention(keys: Keys, heads: int, kv_heads: int, head_dim: int, rope: str, *
 
 
 def attention_or(keys: Keys, other: Mixer, rope: str, **variant) -> list[Mixer]:
-<<<<<<< HEAD
     """The mixer of each layer: attention, or `other` for layers without KV heads. variant: see `read_attention`."""
-=======
-    """The mixer of each layer: attention, or `other` if the layer has no KV heads. `variant`: see `read_attention`."""
->>>>>>> h-words18
     kv_heads = keys.integers("attention.head_count_kv", read_layers(keys), minimum=0)
     return [read_attention(keys.at(i), rope, **variant) if kv else other for i, kv in enumerate(kv_heads)]
 
 
 def local_layers(keys: Keys, layers: int, pattern: int, dense_first: bool = False) -> list[bool]:
-<<<<<<< HEAD
     """For each layer whether it has a sliding window. The file's value may be a flag for each layer, or a number
     instead of `pattern`: of every `pattern` layers all but the last one (dense_first: the first one) have a window."""
-=======
-    """For each layer, whether it has a window. The file has a list of flags, or a number n: of each n layers, all
-    except the last (dense_first: except the first) have a window. pattern: n if the file does not say."""
->>>>>>> h-words18
     key = "attention.sliding_window_pattern"
     if isinstance(keys.metadata.get(keys.full(key)), list):
         return keys.flags(key, layers)
@@ -210,34 +148,20 @@ def local_layers(keys: Keys, layers: int, pattern: int, dense_first: bool = Fals
 def rotations(
     keys: Keys, layers: Sequence[LayerConfig], neox: bool, name: str = ROPE, **variant
 ) -> dict[str, RopeConfig]:
-<<<<<<< HEAD
     """{name: the file's RoPE} if any of the layers uses this name; otherwise {}. variant: see `read_rope`."""
-=======
-    """{name: the rope}, if any layer uses it, else {}. `variant`: see `read_rope`."""
->>>>>>> h-words18
     heads = [a.head_dim for layer in layers if (a := layer.attention) and a.rope == name]
     return {name: read_rope(keys, heads[0], neox, **variant)} if heads else {}
 
 
 def last_of(keys: Keys, step: int) -> bool:
-<<<<<<< HEAD
     """Whether the layer is the last one of a group of `step` consecutive layers."""
-=======
-    """Whether the layer is the last one of a group of `step` layers."""
->>>>>>> h-words18
     return ((keys.layer or 0) + 1) % step == 0
 
 
 def read_rope(keys: Keys, head_dim: int, neox: bool, scaled: bool = True, **variant) -> RopeConfig:
-<<<<<<< HEAD
     """The file's RoPE. scaled: whether to use the file's context extension. variant: fields of RopeConfig, instead of
     the file's."""
     scaling = keys.string("rope.scaling.type", "linear")  # llama.cpp's default; without a factor it scales nothing
-=======
-    """The RoPE of a file. scaled: whether to apply the file's context extension. `variant`: fields of RopeConfig that
-    replace the file's."""
-    scaling = keys.string("rope.scaling.type", "linear")  # llama.cpp's default; without a factor it changes nothing
->>>>>>> h-words18
     if scaling not in SCALINGS:
         raise keys.error(f"RoPE scaling {shorten(scaling)} is not supported; supported are {', '.join(SCALINGS)}")
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0, minimum=0.0), minimum=0.0)
@@ -272,11 +196,7 @@ def read_rope(keys: Keys, head_dim: int, neox: bool, scaled: bool = True, **vari
 
 
 def _extrapolation(keys: Keys) -> float:
-<<<<<<< HEAD
     """The file's yarn_ext_factor, or 1 where the file lacks the key or has a negative value."""
-=======
-    """yarn's ext_factor; a value below 0 stands for the default, 1."""
->>>>>>> h-words18
     factor = keys.number("rope.scaling.yarn_ext_factor", 1.0, minimum=-math.inf)
     return factor if factor >= 0.0 else 1.0
 
@@ -285,11 +205,7 @@ def _extrapolation(keys: Keys) -> float:
 
 
 def read_taps(keys: Keys, key: str) -> int:
-<<<<<<< HEAD
     """The number of positions that a convolution reads."""
-=======
-    """The taps of a convolution: the number of positions that it reads."""
->>>>>>> h-words18
     return keys.integer(key, minimum=2, maximum=MAX_TAPS)
 
 
@@ -307,21 +223,13 @@ def read_feed_forward(keys: Keys, act: str = "silu", **variant) -> FeedForwardCo
 
 
 def dense(keys: Keys, act: str = "silu", size: int = 0, **variant) -> FeedForwardConfig:
-<<<<<<< HEAD
     """The dense feed-forward block of a layer, in a model whose other layers may have experts. size: 0 for the
     file's."""
-=======
-    """The dense block of a layer. Other layers of the model may have experts."""
->>>>>>> h-words18
     return FeedForwardConfig(size or keys.integer("feed_forward_length"), act, **variant)
 
 
 def dense_or_experts(keys: Keys, size: str = "feed_forward_length", **variant) -> Block:
-<<<<<<< HEAD
     """Experts, if the file has a number of experts, otherwise a dense block. size: key of the experts' size. variant:
-=======
-    """Experts if the file has a number of experts, else a dense block. size: the key of the block's size. `variant`:
->>>>>>> h-words18
     see `read_experts`."""
     if keys.integer("expert_count", 0, minimum=0):
         return read_experts(keys, keys.integer(size), **variant)
@@ -329,13 +237,8 @@ def dense_or_experts(keys: Keys, size: str = "feed_forward_length", **variant) -
 
 
 def read_experts(keys: Keys, size: int, gating: str = "", **variant) -> ExpertsConfig:
-<<<<<<< HEAD
     """A mixture of experts. size: columns of an expert. gating: a value of GATINGS, "" for the file's. variant: other
     fields of ExpertsConfig."""
-=======
-    """A mixture of experts. gating: a value of GATINGS; "" for the file's. `variant`: further fields of
-    ExpertsConfig."""
->>>>>>> h-words18
     count = keys.integer("expert_count", maximum=MAX_EXPERTS)
     used = keys.integer("expert_used_count", maximum=MAX_EXPERTS)
     if used > count:
@@ -357,13 +260,8 @@ def read_experts(keys: Keys, size: int, gating: str = "", **variant) -> ExpertsC
 def experts_alone(
     gating: str = "", size: str = "expert_feed_forward_length", **variant
 ) -> Callable[[Keys], ExpertsConfig]:
-<<<<<<< HEAD
     """A function that reads the experts of a layer, for models with experts in every layer. size: key of the experts'
     size. variant: see `read_experts`."""
-=======
-    """A function that makes the experts of a layer from its keys. size: the key of the experts' size. `variant`: see
-    `read_experts`."""
->>>>>>> h-words18
     return lambda own: read_experts(own, own.integer(size), gating=gating, **variant)
 
 
@@ -376,22 +274,13 @@ def experts_weighting(keys: Keys) -> dict[str, Any]:
 
 
 def shared_expert(size: int, **variant) -> SharedExpertConfig | None:
-<<<<<<< HEAD
     """The shared expert, None if size is 0. variant: other fields of SharedExpertConfig."""
-=======
-    """A shared expert; None for size 0."""
->>>>>>> h-words18
     return SharedExpertConfig(size, **variant) if size else None
 
 
 def dense_then(keys: Keys, experts: Callable[[Keys], Block]) -> Callable[[Keys], Block]:
-<<<<<<< HEAD
     """A function that reads the block of a layer: dense in the file's leading dense layers, then experts(keys of the
     layer)."""
-=======
-    """A function that makes the block of a layer from its keys: a dense block in the first layers, then
-    experts(keys)."""
->>>>>>> h-words18
     leading = keys.integer("leading_dense_block_count", 0, minimum=0)
 
     def block(own: Keys) -> Block:
@@ -404,13 +293,8 @@ def dense_then(keys: Keys, experts: Callable[[Keys], Block]) -> Callable[[Keys],
 
 
 def read_model(keys: Keys, layers: Sequence[LayerConfig], ropes: dict[str, RopeConfig], **variant) -> ModelConfig:
-<<<<<<< HEAD
     """The configuration of a model with these layers. variant: other fields of ModelConfig, or fields instead of the
     file's. The model is an embedding model if the file, the caller's pooling or the variant says so."""
-=======
-    """The model with these layers. `variant`: fields of ModelConfig that are added or replace the file's. The model is
-    an encoder if the file, the caller's pooling or the variant says so."""
->>>>>>> h-words18
     hidden = keys.integer("embedding_length")
     check_multiple(keys, "hidden size", hidden)
     encoder = variant.pop("encoder", None) or read_encoder(keys)
@@ -442,36 +326,22 @@ def read_uniform(
     rope: dict[str, Any] | None = None,
     **variant,
 ) -> ModelConfig:
-<<<<<<< HEAD
     """The configuration of a model whose layers are all read by the same functions. mixer(keys), block(keys): the mixer
     and the block of a layer. norms: other fields of LayerConfig. rope: arguments of `read_rope`. variant: see
     `read_model`."""
-=======
-    """A model whose layers are all alike. mixer, block: made from the keys of a layer. norms: further fields of
-    LayerConfig. rope: arguments of `read_rope`. `variant`: see `read_model`."""
->>>>>>> h-words18
     layers = [LayerConfig(mixer(own), block(own), **(norms or {})) for own in each_layer(keys)]
     return read_model(keys, layers, rotations(keys, layers, neox, **(rope or {})), **variant)
 
 
 def check_multiple(keys: Keys, what: str, size: int, of: int = 32) -> None:
-<<<<<<< HEAD
     """Raises UserError unless `size` is a multiple of `of`; kernels need a multiple of 32, a block of quantized
     values."""
-=======
-    """Raises UserError unless `size` is a multiple of `of`: blocks of quantized values have 32 columns."""
->>>>>>> h-words18
     if size % of:
         raise keys.error(f"the {what} ({size}) must be a multiple of {of} to be compiled; use another model")
 
 
 def vocabulary(keys: Keys) -> int:
-<<<<<<< HEAD
     """The number of tokens. As in llama.cpp, it is the length of the token list, or `vocab_size` in files without a
     tokenizer."""
-=======
-    """The number of tokens: the length of the token list; in files without a tokenizer `vocab_size`. As in
-    llama.cpp."""
->>>>>>> h-words18
     tokens = keys.metadata.get("tokenizer.ggml.tokens")
     return len(tokens) if isinstance(tokens, list) and tokens else keys.integer("vocab_size")

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Emits a mixture of experts: the choice of each row's experts, and the weighted sum of their results."""
-=======
-"""Emits a mixture of experts: the choice of each row's experts, and the weighted sum of the experts' results."""
->>>>>>> h-words18
 
 from __future__ import annotations
 
@@ -26,12 +22,7 @@ OPS: Any = relax.op
 
 
 def route(g: Graph, logits, experts: ExpertsConfig, block: str) -> tuple[relax.Var, relax.Var]:
-<<<<<<< HEAD
     """(experts of each row, their weights). block: the prefix of the tensors' names, "blk.0."."""
-=======
-    """(experts of each row, their weights), int32 and float32 [m, used]. block: the prefix of the tensors' names, such
-    as "blk.0."."""
->>>>>>> h-words18
     if experts.table:
         return _route_by_token(g, logits, experts, block)
     bias = [g.vector(block + experts.bias_name)] if experts.selection_bias else []
@@ -50,11 +41,7 @@ def route(g: Graph, logits, experts: ExpertsConfig, block: str) -> tuple[relax.V
 
 
 def _route_by_token(g: Graph, logits, experts: ExpertsConfig, block: str) -> tuple[relax.Var, relax.Var]:
-<<<<<<< HEAD
     """`route` for a layer in which a table has the experts of each token; only weights depend on the logits."""
-=======
-    """Like `route`, for a layer in which the token determines the experts; only the weights depend on the logits."""
->>>>>>> h-words18
 
     def numbered(tokens):
         return te.compute((g.m,), lambda row: te.max(te.min(tokens[row], experts.table - 1), 0), "numbered")
@@ -84,13 +71,8 @@ def _route_by_token(g: Graph, logits, experts: ExpertsConfig, block: str) -> tup
 
 
 def adjugate(g: Graph, x, logits, ids, experts: ExpertsConfig, block: str) -> list:
-<<<<<<< HEAD
     """The terms of the adjugate experts, which read x, the sum of the experts `ids`. As in llama.cpp, their weights are
     the probabilities of the experts of the same numbers, divided by their sum."""
-=======
-    """The results of the small experts (`AdjugateConfig`) for x, the sum of the experts `ids`. As in llama.cpp, their
-    weights are the softmax over the logits of the experts with the same numbers."""
->>>>>>> h-words18
     of = experts.adjugate
     assert of, "experts with adjugate ones"
 
@@ -111,12 +93,7 @@ def adjugate(g: Graph, x, logits, ids, experts: ExpertsConfig, block: str) -> li
 
 
 def mixed(g: Graph, x, ids, weights, experts: ExpertsConfig, block: str, suffix: str = "exps") -> relax.Var:
-<<<<<<< HEAD
     """The weighted sum of the experts `ids` of each row of x. Their weights are <block>ffn_gate_<suffix> and so on."""
-=======
-    """The weighted sum of the results of the experts `ids` of each row of x. Names of the matrices are
-    <block>ffn_gate_<suffix> and so on."""
->>>>>>> h-words18
     of, m, k = _experts(g, experts), g.m, shape_of(x)[1]
     names = {"gate": "gate" if experts.gated else "up", "up": "up", "down": "down"}
     stacks = {which: g.model.tensors[f"{block}ffn_{name}_{suffix}.weight"] for which, name in names.items()}
@@ -155,12 +132,8 @@ def mixed(g: Graph, x, ids, weights, experts: ExpertsConfig, block: str, suffix:
 
 
 def chosen(g: Graph, name: str, ids) -> relax.Var | None:
-<<<<<<< HEAD
     """The entries of the vector `name` for the experts `ids`, with the shape of ids; None if the file has no such
     vector."""
-=======
-    """The entries of a vector for the experts `ids`, in the shape of ids. None if the file has no such vector."""
->>>>>>> h-words18
     if not g.has(name):
         return None
 

@@ -1,10 +1,5 @@
-<<<<<<< HEAD
 """Emits mixers that keep a state for each sequence. In: a layer's normed rows. Out: the terms that are added to the
 residual stream.
-=======
-"""Emits mixers that keep a state for each sequence. In: the normed rows h of a layer. Out: the terms that are added to
-the residual stream. recurrent_config.py has the complete formulas; in short:
->>>>>>> h-words18
 
     short_conv  W_out (C * conv(B * X))     [B, C, X] = W_in h
     mamba2      W_out norm(scan(silu(conv(W_x h)), W_dt h) * silu(W_z h))
@@ -40,15 +35,9 @@ OPS: Any = relax.op
 
 
 def causal_conv(g: Graph, x: list, names: list[str], layer: int, gated: bool = False, act: str = ""):
-<<<<<<< HEAD
     """The convolution of each column over the last positions of its sequence, then an activation. x: the inputs, whose
     results are concatenated. gated: x is [B, C, X], and the result C * conv(B * X). names: of the weight of each input,
     without ".weight"; a bias of the same name is added."""
-=======
-    """The convolution of each column over the last positions of its sequence, then an activation. names: of the weights
-    of each x, without ".weight"; their biases are added if the file has them. The results of several x are
-    concatenated. gated: x is [B, C, X], and the result is C * conv(B * X)."""
->>>>>>> h-words18
     shapes = [g.model.tensors[f"{name}.weight"].shape for name in names]
     weights = [g.vector(f"{name}.weight") for name in names]
     biases = [g.vector(f"{name}.bias") for name in names if g.has(f"{name}.bias")]

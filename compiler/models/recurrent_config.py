@@ -1,15 +1,7 @@
-<<<<<<< HEAD
 """The configurations of mixers that keep a state of fixed size for each sequence, instead of keys and values.
 
 states(hidden): {name: shape} of the states, float32. width(hidden): columns of the widest intermediate tensor. hidden:
 columns of the residual stream.
-=======
-"""Configurations of mixers that keep a state of fixed size for each sequence from step to step, instead of keys and
-values.
-
-`states` returns {name: shape} of the float32 state of a sequence; `width` the columns of the widest intermediate
-tensors.
->>>>>>> h-words18
 """
 
 from dataclasses import dataclass
@@ -25,11 +17,7 @@ class ShortConvConfig:
     """A gated short convolution (LFM2): [B, C, X] = in_proj h; y_p = C_p * sum over t of W_t (B * X)_{p-t}; result
     out_proj y. W has `taps` numbers for each column."""
 
-<<<<<<< HEAD
     taps: int  # number of positions that a row reads, with its own
-=======
-    taps: int  # positions that a row reads, including its own
->>>>>>> h-words18
 
     def states(self, hidden: int) -> dict[str, Shape]:
         return {"conv": (self.taps - 1, hidden)}
@@ -40,40 +28,23 @@ class ShortConvConfig:
 
 NGRAMS = "per_layer_token_embd.weight"  # name of NgramConfig's table
 NGRAM_NORMS = "key", "query", "conv"  # ple_norm_<name>
-<<<<<<< HEAD
 # Products with multipliers are computed in int32, as LIMBS limbs of BITS bits.
 BITS, LIMBS = 6, 11
 LAGS = 32  # columns of the state with the last tokens, of which as many are used as needed
-=======
-# Kernels compute in int32, so a product with a multiplier is stored as LIMBS limbs of BITS bits
-BITS, LIMBS = 6, 11
-LAGS = 32  # columns of the state of the last tokens; only as many are used as there are tokens
->>>>>>> h-words18
 
 
 @dataclass(frozen=True)
 class NgramConfig:
     """Embeddings of the last tokens, which are added to the residual streams X_i (residuals/config.py) before a layer.
 
-<<<<<<< HEAD
     For each n from 2 to `size` and each of `heads` there is a row of a table, with the number offset + (xor over j < n
     of multiplier_j * token_{p-j}) % size of that head. Tokens at or before a token `end` (other than the row's own)
     count as `end`, and so do positions before the sequence. E is the concatenation of all these rows.
-=======
-    For each n from 2 to `size` and each of `heads` heads, a row of a table is read: row number offset + (xor over j < n
-    of multiplier_j * token_{p-j}) % (the head's entry of `sizes`). Tokens before the sequence count as `end`; and if
-    one of the tokens before the row's own is `end`, it and all tokens before it count as `end`. E are all these rows
-    side by side.
->>>>>>> h-words18
 
         s_i = norm_key(ple_key E)_i . norm_query(X)_i / sqrt(hidden)         g_i = sigmoid(sign(s_i) sqrt(|s_i|))
         V_i = g_i * ple_value E                         X_i += V_i + silu(conv(norm_conv(V)))_i
 
-<<<<<<< HEAD
     conv has `taps` numbers for each column, for every `size`th position. The norms are RMS norms of each stream.
-=======
-    conv has `taps` weights for each column, for every `size`th position. Each norm is an RMS norm of each stream.
->>>>>>> h-words18
     """
 
     size: int
@@ -82,7 +53,6 @@ class NgramConfig:
     rows: int  # rows of the table
     taps: int
     streams: int
-<<<<<<< HEAD
     end: int
     image: int  # token that stands for the rows of an image
     multipliers: tuple[int, ...]
@@ -92,17 +62,6 @@ class NgramConfig:
     @property
     def reach(self) -> int:
         """The number of positions that conv reads."""
-=======
-    end: int  # id of a token
-    image: int  # id of the token that replaces an image's rows
-    multipliers: tuple[int, ...]
-    offsets: tuple[int, ...]  # for each n, of each head
-    sizes: tuple[int, ...]  # for each n, of each head
-
-    @property
-    def reach(self) -> int:
-        """The positions that conv reads."""
->>>>>>> h-words18
         return (self.taps - 1) * self.size + 1
 
     def states(self, hidden: int) -> dict[str, Shape]:
@@ -123,13 +82,8 @@ class DeltaNetConfig:
     value_heads: int  # a multiple of key_heads
     head_dim: int  # columns of a head of q, k and v
     taps: int  # of the convolution
-<<<<<<< HEAD
     grouped: bool = False  # the value heads of a key head are consecutive; False: key head = value head % key_heads
     merged_inputs: bool = False  # ssm_in has, for each key head, the rows of q, k, v and of attn_gate
-=======
-    grouped: bool = False  # value heads of one key head follow one another; False: key head = value head % key_heads
-    merged_inputs: bool = False  # ssm_in holds, for each key head, the rows of q, k, v and of attn_gate
->>>>>>> h-words18
     sigmoid: bool = False  # the gate's function is sigmoid instead of silu
     ngrams: NgramConfig | None = None
     merged_gates: bool = False  # ssm_ba has, for each key head, the rows of ssm_beta, then those of ssm_alpha
@@ -159,13 +113,8 @@ class DeltaNetConfig:
 
 @dataclass(frozen=True)
 class ChannelDeltaConfig:
-<<<<<<< HEAD
     """A gated delta net whose states decay by channel (Kimi Linear). q = silu(conv(attn_q h)), and k and v likewise;
     each head of q and k is divided by its length. Each head has a matrix M; for each row
-=======
-    """A gated delta net whose states decay channel by channel (Kimi Linear). q, k and v are silu(conv(attn_q h)) and so
-    on; each head of q and k is divided by its length. Each head has a matrix M; per row
->>>>>>> h-words18
 
         M *= exp(ssm_a * softplus(ssm_f_b ssm_f_a h + ssm_dt)), one number for each row of M
         M += k d^T, d = sigmoid(ssm_beta h) * (v - M^T k); y = M^T q
@@ -177,17 +126,10 @@ class ChannelDeltaConfig:
     heads: int
     head_dim: int  # columns of a head of q, k and v, and between ssm_f_a and ssm_f_b, ssm_g_a and ssm_g_b
     taps: int  # of the convolutions
-<<<<<<< HEAD
     bound: float = 0.0  # lower limit of the exponent of decays, negative; 0: no limit
     sign: float = 1.0  # -1: ssm_a is negative, and has one dimension
     decays: tuple[str, ...] = ("ssm_f_a", "ssm_f_b")  # the one or two matrices that compute decays from h
     gates: tuple[str, ...] = ("ssm_g_a", "ssm_g_b")
-=======
-    bound: float = 0.0  # lower bound of the exponent of decays, negative; 0: no bound
-    sign: float = 1.0  # -1: ssm_a is negative, and has one dimension
-    decays: tuple[str, ...] = ("ssm_f_a", "ssm_f_b")  # the one or two matrices from h to the decays
-    gates: tuple[str, ...] = ("ssm_g_a", "ssm_g_b")  # the one or two matrices from h to the gates
->>>>>>> h-words18
 
     @property
     def columns(self) -> int:
@@ -239,7 +181,6 @@ class Mamba2Config:
 @dataclass(frozen=True)
 class MambaConfig:
     """A selective state space whose steps, B and C are computed from x (Mamba-1, PLaMo 2). [x, z] = ssm_in h, x =
-<<<<<<< HEAD
     silu(conv (x)), [t, B, C] = ssm_x x, each with a norm in some models; for each row, with dt = softplus(ssm_dt t),
 
         S *= exp(ssm_a * dt); S += dt * x B^T; y = S C + ssm_d * x
@@ -247,28 +188,14 @@ class MambaConfig:
     and ssm_out (y * silu(z)). Each column of x has a dt and an ssm_d, and for each column of B an ssm_a. With `heads`,
     the columns of a head share these; ssm_in then has for each head the rows of z, then those of x, and ssm_x has the
     rows of B, C, then t.
-=======
-    silu(conv (x)), [t, B, C] = ssm_x x, each with a norm in some models; per row, with dt = softplus(ssm_dt t),
-
-        S *= exp(ssm_a * dt); S += dt * x B^T; y = S C + ssm_d * x
-
-    and the result is ssm_out (y * silu(z)). Each column of x has its own dt and ssm_d, and with each column of B its
-    own ssm_a. With `heads`, the columns of a head share these; then ssm_in has, for each head, the rows of z, then
-    those of x, and ssm_x has the rows of B, C, then t.
->>>>>>> h-words18
     """
 
     inner: int  # columns of x
     state: int  # columns of B and of C
     rank: int  # columns of t
     taps: int  # of the convolution
-<<<<<<< HEAD
     heads: int = 0  # 0: columns have no heads
     norms: str = ""  # norms of t, B and C: a key of NORMS (ends of their names); "bare": without weights; "": none
-=======
-    heads: int = 0  # 0: columns share nothing
-    norms: str = ""  # norms of t, B and C: a key of NORMS (names of their weights); "bare": no weights; "": no norms
->>>>>>> h-words18
 
     def states(self, hidden: int) -> dict[str, Shape]:
         of = self.heads or 1
@@ -280,13 +207,8 @@ class MambaConfig:
 
 @dataclass(frozen=True)
 class LinearAttentionConfig:
-<<<<<<< HEAD
     """Attention without softmax, whose states decay (MiniMax 01). attn_qkv has, for each head, the rows of q, k and v;
     SiLU is applied to all of them. Each head has a matrix S; for each row
-=======
-    """Attention without softmax, whose states decay (MiniMax 01). silu(attn_qkv h) has, for each head, q, k and v. Each
-    head has a matrix S; per row
->>>>>>> h-words18
 
         S *= exp(-slope); S += v k^T; y = S q         slope = factor * start**(head + 1), start = 2**(-8 / heads)
 

@@ -1,18 +1,9 @@
-<<<<<<< HEAD
 """Tables of values that depend on a token's position: RoPE's angles (so that kernels need neither sin nor cos nor a
 scaling method), and attention's temperature.
 
 In: a `RopeConfig` and the capacity of the context. Out: float32 [positions, dim], with cos and sin of each pair side by
 side. They are computed in float64. ggml computes angles by repeated multiplication in float32, so its angles differ by
 about 1e-7 * position.
-=======
-"""Tables by position: RoPE's angles, so that kernels need neither sin and cos nor scaling methods, and attention's
-temperatures.
-
-In: a `RopeConfig` and the capacity in tokens. Out: float32 [positions, dim], in which cos and sin of a pair are
-neighbours. They are computed in float64. ggml computes angles by repeated multiplication in float32, so that its angles
-differ by about 1e-7 * position.
->>>>>>> h-words18
 """
 
 from collections.abc import Callable
@@ -38,37 +29,23 @@ def position_table(config: ModelConfig, name: str, ctx: int, tensor: Callable[[s
 
 
 def _temperatures(config: ModelConfig, ctx: int) -> np.ndarray:
-<<<<<<< HEAD
     """float32 [ctx, 1]: the factor on attention's queries, the same for all layers that have one."""
-=======
-    """float32 [ctx, 1]: the factor on attention's queries. All layers that have such a factor have the same one."""
->>>>>>> h-words18
     t = next(a.temperature for a in attentions(config) if a.temperature)
     steps = np.floor((np.arange(ctx, dtype=np.float64) + t.offset) / t.length)
     return (1.0 + t.scale * np.log1p(steps)).astype(np.float32)[:, None]
 
 
 def alibi_slopes(heads: int, largest: float) -> np.ndarray:
-<<<<<<< HEAD
     """float32 [heads]: ALiBi's slopes; a head's score decreases by its slope for each token between a row and a key."""
-=======
-    """float32 [heads]: ALiBi subtracts slope * (distance between row and key) from a head's scores."""
->>>>>>> h-words18
     op = PackedAttention(heads=heads, kv_heads=heads, d=8, m=1, alibi=largest)
     exponents = [op.exponent(head, lambda holds, a, b: a if holds else b) for head in range(heads)]
     return np.exp2(np.array(exponents)).astype(np.float32)
 
 
 def with_options(config: ModelConfig, options: RopeOptions) -> ModelConfig:
-<<<<<<< HEAD
     """The configuration with the user's RoPE options, in all layers except layers with a window that have a RoPE of
     their own, as in llama.cpp (src/llama-context.cpp). Raises UserError for a model without RoPE, and for one whose
     attention depends on RoPE's scaling outside of the table."""
-=======
-    """The configuration with the RoPE options applied to all layers, except for layers with a window whose RoPE is
-    their own, as in llama.cpp (src/llama-context.cpp). Raises UserError for a model without RoPE, and for one in which
-    not only the table depends on RoPE's options."""
->>>>>>> h-words18
     if not options.rope_changes:
         return config
     if not config.ropes or config.encoder:
@@ -105,22 +82,12 @@ def _with(rope: RopeConfig, options: RopeOptions) -> RopeConfig:
 
 
 def rope_table(rope: RopeConfig, ctx: int, freq_factors: np.ndarray | None = None) -> np.ndarray:
-<<<<<<< HEAD
     """float32 [ctx, rope.dim] CS: CS[p, 2i] is cos and CS[p, 2i+1] is sin of pair i at position p, both times the
     attention factor.
 
     freq_factors: rope_freqs.weight [dim/2], by which angles are divided; None for ones. Sources of the scaling: ggml's
     rope_yarn and ggml_rope_yarn_corr_dims (ggml/src/ggml-cpu/ops.cpp, ggml/src/ggml.c), with the arguments of llama.cpp
     (src/llama-context.cpp). Raises UserError if freq_factors has another length."""
-=======
-    """CS float32 [ctx, rope.dim]: CS[p, 2i] = cos and CS[p, 2i+1] = sin of the angle of pair i at position p, both
-    times the attention factor.
-
-    freq_factors: rope_freqs.weight [dim/2], which divides the angles; None for ones. Scaling follows ggml's rope_yarn
-    and ggml_rope_yarn_corr_dims (ggml/src/ggml-cpu/ops.cpp, ggml/src/ggml.c), with the arguments that llama.cpp passes
-    (src/llama-context.cpp). Raises UserError if freq_factors are invalid.
-    """
->>>>>>> h-words18
     pairs = np.arange(rope.dim // 2, dtype=np.float64)
     frequency = rope.base ** (-2.0 * pairs / rope.dim)  # radians per position
     if freq_factors is not None:
@@ -146,13 +113,8 @@ def rope_table(rope: RopeConfig, ctx: int, freq_factors: np.ndarray | None = Non
 
 
 def _yarn_ramp(rope: RopeConfig, pairs: np.ndarray) -> np.ndarray:
-<<<<<<< HEAD
     """For each pair: 1 if it rotates at least beta_fast times in the original context, 0 if at most beta_slow times,
     and values between in the range between."""
-=======
-    """1 for pairs that rotate at least beta_fast times in the original context, 0 for pairs that rotate at most
-    beta_slow times, and a ramp between."""
->>>>>>> h-words18
 
     def pair_turning(times: float) -> float:
         return rope.dim * np.log(rope.original_context / (times * 2.0 * np.pi)) / (2.0 * np.log(rope.base))

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Decoders with the same attention in all layers. A layer has a dense block or a mixture of experts."""
-=======
-"""Decoders whose layers all have the same attention. Layers have a dense block or a mixture of experts."""
->>>>>>> h-words18
 
 import math
 from dataclasses import replace
@@ -182,18 +178,10 @@ def starcoder2(keys: Keys) -> ModelConfig:
 @architecture("deepseek2")
 @architecture("mistral4")
 def deepseek2(keys: Keys) -> ModelConfig:
-<<<<<<< HEAD
     """DeepSeek V2, V2 Lite, V3 and R1, Kimi K2, GLM 4.7 Flash. Latent attention; a few dense layers, then layers with
     experts and a shared expert. Some models choose experts from the best groups.
 
     Files have attn_k_b and attn_v_b; those converted before April 2025 have both merged as attn_kv_b.
-=======
-    """DeepSeek V2, V2 Lite, V3 and R1, Kimi K2, GLM 4.7 Flash. Latent attention; after a few dense layers experts, in
-    some models of the best groups, and a shared expert.
-
-    Files have attn_k_b and attn_v_b. Files that were converted before April 2025 have both as attn_kv_b, from which
-    attn_k_b is made.
->>>>>>> h-words18
     """
     predicting, block = predicting_layers(keys), dense_then(keys, deepseek_experts)
     layers = predicting.of(lambda own: LayerConfig(latent_attention(own, ROPE), block(own)))
@@ -205,14 +193,9 @@ def deepseek2(keys: Keys) -> ModelConfig:
 
 
 def latent_attention(keys: Keys, rope: str, merged: bool = False, local: str = "", **variant) -> AttentionConfig:
-<<<<<<< HEAD
     """The latent attention of a layer. rope: see AttentionConfig. merged: whether attn_kv_b is merged in all files, not
     only in those with such a tensor. local: suffix of the names of metadata keys. variant: other fields of
     AttentionConfig."""
-=======
-    """The latent attention of a layer. rope: see AttentionConfig. merged: attn_kv_b in any case, not only if the file
-    has such a tensor. local: the end of the names of keys. `variant`: further fields of AttentionConfig."""
->>>>>>> h-words18
     merged = merged or keys.owns("attn_kv_b.weight")
     suffix = "" if merged else "_mla" + local
     heads, rank = keys.integer("attention.head_count"), keys.integer(f"attention.kv_lora_rank{local}")
@@ -256,21 +239,13 @@ def deepseek_experts(keys: Keys) -> ExpertsConfig:
 
 @architecture("deepseek32", "dense", "experts", "shared")
 def deepseek32(keys: Keys) -> ModelConfig:
-<<<<<<< HEAD
     """DeepSeek V3.2. Like deepseek2, with an indexer that chooses the keys that a row attends to."""
-=======
-    """DeepSeek V3.2. As deepseek2, with an indexer that chooses the keys to which a row attends."""
->>>>>>> h-words18
     return _read_indexed(keys, [1] * read_layers(keys), neox=True)
 
 
 @architecture("glm-dsa", "dense", "experts", "shared")
 def glm_dsa(keys: Keys) -> ModelConfig:
-<<<<<<< HEAD
     """GLM 5. Like deepseek32; some layers attend to the keys that an earlier layer has chosen."""
-=======
-    """GLM 5. As deepseek32; some layers use the keys that an earlier layer chose."""
->>>>>>> h-words18
     count, key = predicting_layers(keys, known=False).count, "attention.indexer.types"
     if keys.has(key):
         return _read_indexed(keys, keys.integers(key, count, minimum=0), neox=False)
@@ -279,12 +254,7 @@ def glm_dsa(keys: Keys) -> ModelConfig:
 
 
 def _read_indexed(keys: Keys, types: list[int], neox: bool) -> ModelConfig:
-<<<<<<< HEAD
     """types: for each layer whether it has an indexer of its own. neox: the pairs of the indexer's RoPE."""
-=======
-    """A model of latent attention with indexers. types: for each layer, whether it chooses keys. neox: of the indexer's
-    RoPE."""
->>>>>>> h-words18
     predicting, block = predicting_layers(keys, known=False), dense_then(keys, deepseek_experts)
     if not types[0]:
         raise keys.error("the first layer has no indexer, and no layer before it has one; convert the model again")
@@ -297,13 +267,8 @@ def _read_indexed(keys: Keys, types: list[int], neox: bool) -> ModelConfig:
 
 
 def read_indexer(keys: Keys, own: bool, **variant) -> IndexerConfig:
-<<<<<<< HEAD
     """The indexer of a layer. own: whether the layer has its own choice. variant: other fields of IndexerConfig. Raises
     UserError if keys have fewer columns than rotate."""
-=======
-    """The indexer of a layer. own: whether the layer chooses keys itself. `variant`: further fields of IndexerConfig.
-    Raises UserError if keys have fewer columns than rotate."""
->>>>>>> h-words18
     heads, dim, used = (keys.integer(f"attention.indexer.{key}") for key in ("head_count", "key_length", "top_k"))
     check_multiple(keys, "columns of the indexer's keys", dim)
     if (rotating := keys.integer("rope.dimension_count")) > dim:
@@ -312,11 +277,7 @@ def read_indexer(keys: Keys, own: bool, **variant) -> IndexerConfig:
 
 
 def indexed_rotations(keys: Keys, neox: bool) -> dict[str, RopeConfig]:
-<<<<<<< HEAD
     """The RoPE of latent attention and of its indexer. neox: the pairs of the indexer's RoPE."""
-=======
-    """The ropes of latent attention and of its indexer. neox: of the indexer's RoPE."""
->>>>>>> h-words18
     rotating = keys.integer("rope.dimension_count")
     rope = read_rope(keys, rotating, neox=False, dim=rotating, log_multiplier=1.0, sections=())
     return {ROPE: rope, INDEX_ROPE: replace(rope, neox=neox)}
@@ -353,13 +314,8 @@ def paddleocr(keys: Keys) -> ModelConfig:
 
 @architecture("ernie4_5-moe", ignored=("attn_output.bias",))
 def ernie4_5_moe(keys: Keys) -> ModelConfig:
-<<<<<<< HEAD
     """ERNIE 4.5 with experts and a shared expert in some layers after the leading dense ones. Experts are chosen by
     probability plus a bias."""
-=======
-    """ERNIE 4.5 with experts in some layers after the leading dense ones, chosen by probability and a bias, and a
-    shared expert."""
->>>>>>> h-words18
     step = keys.integer("interleave_moe_layer_step", 1)
     block = dense_then(keys, lambda own: _ernie_experts(own) if last_of(own, step) else dense(own))
     return read_uniform(keys, neox=False, block=block)
@@ -373,13 +329,8 @@ def _ernie_experts(keys: Keys) -> ExpertsConfig:
 
 @architecture("glm4moe")
 def glm4moe(keys: Keys) -> ModelConfig:
-<<<<<<< HEAD
     """GLM 4.5. Partial RoPE, head norms in some models; a few dense layers, then layers with experts, chosen by sigmoid
     and a bias, and a shared expert. The last layer is for multi-token prediction."""
-=======
-    """GLM 4.5. Partial RoPE, head norms in some models; after a few dense layers experts chosen by sigmoid and a bias,
-    and a shared expert. The last layer is for multi-token prediction."""
->>>>>>> h-words18
 
     def experts(own: Keys) -> ExpertsConfig:
         size = own.integer("expert_feed_forward_length")
