@@ -60,8 +60,9 @@ AT_ONCE = 4  # number of tokens with which a thread compares a token in a step
 
 
 class Draw(ABC):
-    """The draw from one row. top: its largest logit. sums: the sums over all tokens of e**(logit - top) and of e**((logit
-    - top) / temperature), approximate. chosen: the variable for the token. "Left" are tokens that no filter removed."""
+    """The draw from one row. top: its largest logit. sums: the sums over all tokens of e**(logit - top), and of
+    e**((logit - top) / temperature), approximate. chosen: the variable for the token. Tokens that no filter has removed
+    are "left"."""
 
     def __init__(self, machine: Machine, words: Words, top: Expr, sums: tuple[Expr, Expr], chosen: Var):
         self.m, self.words, self.vocab = machine, words, machine.vocab
