@@ -63,9 +63,9 @@ class Attention:
 
     def __post_init__(self):
         if (self.window and self.chunk) or self.kv not in get_args(KvType):
-            raise ValueError(f"{self} is no attention layer")
+            raise ValueError(f"{self}: a window excludes chunks, and the cache's type must be a known one")
         if self.values and (self.kv_heads != 1 or self.values > self.d or self.rotation):
-            raise ValueError(f"{self} is no latent attention layer")
+            raise ValueError(f"{self}: latent attention needs one KV head, values <= d, and a cache without rotation")
 
     @property
     def quantized(self) -> bool:

@@ -156,12 +156,12 @@ def latent_kv_write(op: LatentKvWrite, arch: Arch, name: str, plan: None = None)
     cache.py (in place), Qo float32 [m, heads, width]). Qo is multiplied by layer.query_scale.
 
     Rows that are not live, or whose position is not in the cache, write nothing. Raises UserError for shapes that
-    `cache_types` refuses; ValueError unless a key has columns besides its values, and all or none of these rotate.
+    `cache_types` refuses; ValueError without a norm, or unless all or none of a key's columns after its values rotate.
     """
     spec, rope, m = op.layer, op.rope, op.m
     heads, values, shared = spec.heads, spec.values, spec.d - spec.values
     if rope.rotary not in (0, shared) or rope.eps is None:
-        raise ValueError(f"keys of {spec.d} columns are not {values} normalized and {rope.rotary} rotating ones")
+        raise ValueError(f"latent keys need a norm (eps), and 0 or {shared} rotating columns, not {rope.rotary}")
     with kernel(name) as (builder, state):
         table, cache = RowTable(m), Cache(spec, arch.isa).declare_pages()
         Q, L, K, KN, CS = latent_args(op)

@@ -32,7 +32,7 @@ def route(op: Route, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
     """
     n, m, experts, used, isa = op.n, op.m, op.experts, op.used, arch.isa
     if op.gating not in GATINGS or experts % op.groups:
-        raise ValueError(f"no router with gating {op.gating} and {op.groups} groups of {experts} experts")
+        raise ValueError(f"no kernel for a router with gating {op.gating}, and {experts} experts in {op.groups} groups")
     with kernel(name) as (builder, state):
         L, B, F = declared(L=(m, n), B=(n,) if op.bias else None, F=(n,) if op.factors else None)
         Ids, Weights = *declared("int32", Ids=(m, used)), *declared(Weights=(m, used))

@@ -119,7 +119,7 @@ def linear(op: Linear, arch: Arch, name: str, plan: AnyPlan | None = None) -> ti
     from n on have no meaning, as rows that are not live. Raises ValueError for segments that cannot share a launch.
     """
     if op.residual and len(op.segments) > 1:
-        raise ValueError(f"segments {op.segments} with a residual do not make one launch")
+        raise ValueError(f"a launch with a residual has one segment, not {op.segments}")
     m, k, plan = op.m, op.k, plan or default_plan(op, arch)
     with kernel(name) as (builder, state):
         params, weights = act_params(op, arch, m, k), []
@@ -233,7 +233,7 @@ def gate_up(op: GateUp, arch: Arch, name: str, plan: AnyPlan | None = None) -> t
     """
     m, f, k, p = op.m, op.n, op.k, token_tile(op, arch)
     if f % BLOCK:
-        raise ValueError(f"gate and up of {f} rows do not make one launch")
+        raise ValueError(f"gate and up need rows in multiples of {BLOCK}, not {f}")
     with kernel(name) as (builder, state):
         params = act_params(op, arch, m, k)
         weights = [weight_args(fmt, f, k, prefix) for (fmt, _), prefix in zip(op.weights, ("G_", "U_"), strict=True)]

@@ -153,15 +153,15 @@ def _space(op: MatrixProduct, arch: Arch, tasks: Callable[[AnyPlan], tuple[Hasha
 
     def decode(plan: Plan) -> Kernel:
         if whole and op.k // BLOCK % plan.unroll:
-            raise ValueError(f"{plan} does not divide {op.k} columns")
+            raise ValueError(f"{op.k} columns are not a multiple of the step of {plan}")
         ahead = plan.ahead and (plan.ahead, plan.locality)
         return Kernel((plan.unroll if whole else 0, ahead), tasks(plan)[1], 1, plan.ahead)
 
     def prefill(plan: PrefillPlan) -> Kernel:
         if plan.tokens > p:
-            raise ValueError(f"{plan} has more than the {p} tokens of a tile")
+            raise ValueError(f"{plan} has more tokens than a tile, which has {p}")
         if plan.tokens % plan.interleave:
-            raise ValueError(f"{plan} does not divide its tokens")
+            raise ValueError(f"tokens of {plan} are not a multiple of interleave")
         held, count = tasks(plan)
         interleaved = tuple(interleave_of(fmt, plan) for fmt, _ in op.weights)
         tokens = (plan.tokens, interleaved, plan.unpack) if whole else float_tokens(plan)

@@ -103,7 +103,7 @@ def act_params(op: MatrixProduct, arch: Arch, rows: int, columns: int) -> tuple[
     of both kinds, and unless the rows are whole tiles."""
     kinds, p = {fmt.kind for fmt, _ in op.weights}, token_tile(op, arch)
     if len(kinds) > 1 or rows % p:
-        raise ValueError(f"weights {op.formats} and {rows} rows in tiles of {p} do not make one launch")
+        raise ValueError(f"weights of formats {op.formats} and {rows} rows in tiles of {p} cannot share a launch")
     return act_args(rows, columns, p) if "int8" in kinds else (T.arg("X", T.buffer((rows, columns), "float32")),)
 
 

@@ -242,7 +242,7 @@ def gate(op: Gate, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
     `layout`, else Y float32 [m, k]). Raises ValueError unless k is a multiple of 32 and, with eps, size of 16."""
     k, m, size, eps = op.k, op.m, op.size, op.eps
     if k % BLOCK or (eps is not None and size % LANES):
-        raise ValueError(f"a gate of {k} columns in heads of {size}: kernels take blocks of {BLOCK} and {LANES}")
+        raise ValueError(f"a gate needs columns in multiples of {BLOCK}, heads of {LANES}; this has {k} and {size}")
     with kernel(name) as (builder, state):
         X, Z, G = declared(X=(m, k), Z=(m, k), G=(size,) if eps is not None else None)
         output = Output(m, k, tile_rows(m, arch), bool(op.layout), "Y")

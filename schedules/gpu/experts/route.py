@@ -46,14 +46,16 @@ NONE = 1 << 30  # larger than the numbers of all experts
 
 
 def check(routing: Routing) -> bool:
-    """Whether experts can only be chosen from some groups. Raises ValueError for an unknown gating, and for groups that
-    do not divide the experts."""
+    """Whether experts can only be chosen from some groups. Raises ValueError for an unknown gating, for groups that do
+    not divide the experts, and if the chosen groups have too few experts."""
     count, used, groups = routing.experts, routing.used, routing.groups
     grouped = groups > 1 and routing.groups_used < groups
     if routing.gating not in GATINGS:
         raise ValueError(f"unknown gating {routing.gating!r}; known are {', '.join(GATINGS)}")
     if grouped and (count % groups or used > count // groups * routing.groups_used):
-        raise ValueError(f"{routing.groups_used} of {groups} groups of {count} experts do not have {used}")
+        raise ValueError(
+            f"{used} experts cannot be chosen from {routing.groups_used} of {groups} groups of {count} experts"
+        )
     return grouped
 
 
@@ -243,7 +245,7 @@ def norm_route(op: NormRoute, arch: Device, state: Buffer, plan: None) -> None:
     ((fmt, count),), k, threads = op.weights, op.k, min(THREADS, arch.threads)
     waves = threads // arch.wave
     if fmt.kind != "float":
-        raise ValueError(f"a router in {fmt.name} does not take float32")
+        raise ValueError(f"a router needs a float format, not {fmt.name}")
     if k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
     exchanges("Logits", "Arrived")

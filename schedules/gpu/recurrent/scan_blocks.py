@@ -76,7 +76,7 @@ def plans(op: DeltaNet | SsmScan, heads: int, columns: int, size: int, arch: Dev
 
     def kernel(plan: ScanPlan) -> Kernel:
         if fitted(plan, columns, size, arch) != plan:
-            raise ValueError(f"{plan} does not divide matrices of {size} x {columns}")
+            raise ValueError(f"{plan} does not fit matrices of {size} x {columns}")
         threads = plan.waves * arch.wave
         groups = columns // (plan.columns * threads // LANES) * heads
         return Kernel(plan, groups, threads, LANES * 2 * size * 4 / threads)
