@@ -43,8 +43,7 @@ def attention(op: CausalAttention, arch: Arch, name: str, plan: Plan | None = No
     spec, m, single, isa, quantized = op.layer, op.m, op.single, arch.isa, bool(op.layout)
     if quantized and spec.value_d % QUANT:
         raise UserError(
-            f"attention stores int8 blocks of {QUANT} columns only for heads that are a multiple of it, not for heads "
-            f"of {spec.value_d}; quantize separately"
+            f"attention makes int8 blocks of {QUANT} columns, not of heads of {spec.value_d}; quantize separately"
         )
     plan = plan or default_plan(op, arch)
     with kernel(name) as (builder, state):
