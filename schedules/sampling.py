@@ -60,9 +60,8 @@ AT_ONCE = 4  # number of tokens with which a thread compares a token in a step
 
 
 class Draw(ABC):
-    """The draw from one row. top: its largest logit. sums: the sums over all tokens of e**(logit - top), and of
-    e**((logit - top) / temperature), approximate. chosen: the variable for the token. Tokens that no filter has removed
-    are "left"."""
+    """The draw from one row. top: its largest logit. sums: approximate sums over all tokens of e**(logit - top) and of
+    e**((logit - top) / temperature). chosen: the token's variable. Tokens that no filter has removed are "left"."""
 
     def __init__(self, machine: Machine, words: Words, top: Expr, sums: tuple[Expr, Expr], chosen: Var):
         self.m, self.words, self.vocab = machine, words, machine.vocab
@@ -116,7 +115,7 @@ class Draw(ABC):
         self.scale.set(T.float32(MASS) / T.min(T.Select(draw, self.sums[1], self.sums[0]), few))
 
     def _mass_wanted(self) -> Expr:
-        """The target of top-p: top_p times `sum`; times MASS if `sum` is only that of a list, without top-k."""
+        """The target of top-p: top_p times `sum`, or times MASS if `sum` is only that of a list, without top-k."""
         all_of = T.Select((self.listed.get() > 0) & no(self.has_k), T.float32(MASS), T.cast(self.sum.get(), "float32"))
         return T.max(T.cast(T.ceil(self.top_p * all_of), "int32"), T.int32(1))
 

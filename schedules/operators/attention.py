@@ -269,7 +269,7 @@ class RopeKvWrite(_Write, name="rope_kv_write"):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentKvWrite(_Write, name="latent_kv_write"):
-    """The same for latent attention: a norm of the latent, RoPE, and the write to the cache, in place: (rows, pages,
+    """`RopeKvWrite` for latent attention: norm of the latent, RoPE, and the write to the cache, in place: (rows, pages,
     q's rotating columns, q's columns for the latent, the latent and the key's rotating columns, the norm's weight,
     [cos_sin], cache) -> (q [m, heads, width], cache). schedules/kv_writes.py has the shapes of the inputs."""
 

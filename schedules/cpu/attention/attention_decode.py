@@ -95,7 +95,8 @@ class _Row:
         return self.block(opaque(kv), opaque(block - T.Select(next_part, count, T.int32(0))))
 
     def later_in_part(self, part: Expr, block: Expr, first: Expr, count: Expr) -> CacheBlock:
-        """The same if all spans are computed for a part before the next part."""
+        """The CacheBlock that is used plan.ahead blocks after `block`, if all spans of a part are computed before the
+        next part. Arguments: see `later_in_span`."""
         block = T.Bind(block + self.plan.ahead)
         next_part = block >= self.blocks
         part = opaque(T.min(part + T.Select(next_part, T.int32(1), T.int32(0)), T.int32(_parts(self.spec)[0] - 1)))

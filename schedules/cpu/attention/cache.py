@@ -231,7 +231,7 @@ class Cache:
         return self._writer(write, 0, head, place)
 
     def value_writer(self, head, place):
-        """The same for the value at a `place`."""
+        """`key_writer` for the value at a `place`."""
         page, key = place
 
         def write(e, n, x):

@@ -27,7 +27,7 @@ from mlc_amd.schedules.decode import minifloat
 from mlc_amd.schedules.formats import PLANE_BITS, Format
 from mlc_amd.schedules.tir import Buffer, Expr
 
-Planes = dict[str, Buffer]  # by name
+Planes = dict[str, Buffer]  # the planes of a weight: name to buffer
 
 
 class Block(NamedTuple):

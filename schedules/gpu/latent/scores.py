@@ -124,7 +124,8 @@ def score_keys(op: SelectKeys, arch: Device, state: Buffer, places, queries, buf
 
 
 class LaneScores:
-    """The same as `MatrixScores` for queries (Q, W), with float32 multiply-adds."""
+    """The scores that a workgroup computes without matrix units, with float32 multiply-adds. queries: (Q, W). The
+    interface is that of `MatrixScores`."""
 
     @staticmethod
     def shape(op: SelectKeys, arch: Device) -> tuple[int, int]:
