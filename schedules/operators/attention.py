@@ -89,9 +89,9 @@ class Attention:
     @property
     def rotation(self) -> int:
         """The size of the orthogonal Hadamard matrix, H / sqrt(size), by which each block of `size` columns of a head
-        of queries, keys and values is multiplied before it is quantized; 0: none. It spreads outliers over the columns
-        of a block. It does not change scores, but attention's output is multiplied by it as values are. The size is the
-        largest power of two that divides d."""
+        of queries, keys and values is multiplied, keys and values before they are quantized; 0: none. It spreads
+        outliers over the columns of a block. Scores do not change, but attention's output is multiplied by the matrix,
+        as values are. The size is the largest power of two that divides d."""
         return self.d & -self.d if any(codes and codes.rotated for codes in codes_of(self.kv)) else 0
 
     @property
