@@ -33,7 +33,7 @@ def schedule(func: tirx.PrimFunc, arch) -> tirx.PrimFunc:
     try:
         root = sch.get_sblock("root")
     except s_tir.ScheduleError as error:
-        raise ValueError(f"{func.attrs.get('global_symbol', 'an operator')} is not made of blocks") from error
+        raise ValueError(f"{func.attrs.get('global_symbol', 'a function')} has no blocks to schedule") from error
     _inline(sch, root)
     for block in sch.get_child_blocks(root):
         if arch.api == "cpu":

@@ -42,7 +42,7 @@ def conv_args(op: CausalConv) -> tuple[Buffer, Buffer, list[Buffer], list[Buffer
     bias."""
     m, channels, parts, own = op.m, op.channels, op.parts, op.channels // op.parts
     if channels % parts or (parts > 1 and (op.gated or op.bias)):
-        raise ValueError(f"{op}: {parts} parts are not possible")
+        raise ValueError(f"{op}: channels must be a multiple of parts, and several parts have no gate and no bias")
     rows, cells = run_args(m)
     numbers = [""] if parts == 1 else list(range(parts))
     inputs = declared(**{f"X{i}": (m, own * (3 if op.gated else 1)) for i in numbers})

@@ -1,22 +1,21 @@
-"""How a row's token is drawn from its logits on a device: top-k, top-p, min-p and the draw, without sorting.
+"""Draws a token from a row of logits on a device: top-k, top-p, min-p and the draw, without sorting. The code is shared
+by all targets; `Machine` (sampling_machine.py) has what differs between them.
 
-The tokens that are left are always those whose logit is above a threshold, and of those at the threshold the first
-ones. So each filter looks for one number, and so does the draw, which goes through tokens in the order of their ids:
-the largest number x such that the tokens from x on have a count, or a probability mass, of at least some target. It is
-found RADIX bits at a time with histograms. The mass is counted in whole numbers, of which all tokens together have
-about MASS: sums do not depend on their order, so neither threads nor workgroups change what is chosen.
+Search. A filter keeps the tokens whose logit is above a threshold, and of the tokens at the threshold those with the
+smallest ids. So it searches for the largest number x such that the tokens from x on have a count, or a probability
+mass, of at least some target. The draw is the same search over token ids. The search finds RADIX bits of x at a time,
+with a histogram. Masses are whole numbers, whose sum is about MASS, so the result does not depend on their order.
 
-Tokens near the largest logit, which the thresholds mostly are among, are first gathered in a list. What is near follows
-from the largest logits of the row's pieces, of which k are a bound for top-k, or is a window around the largest logit;
-if there are too many or too few, the window is changed and the row is read again. In a short list each token is
-compared with all others, which tells what is before it: all filters and the draw at once. Without a list all goes
-through the whole row. Stages of longer lists and whole rows, each of which may have nothing to do:
+List. Thresholds are mostly among the largest logits, so tokens above a bound are first copied to a list. With top-k the
+bound is one that the largest logits of k pieces of the row reach. Otherwise it is a window below the largest logit; if
+the list gets too many or too few tokens, the window is changed and the row is read again. In a short list each token is
+compared with all others, which yields all filters and the draw at once. Without a list the stages read the whole row.
 
-    0  top-k: the threshold                      1  of the tokens at it, the last one that stays
-    2  top-p: the threshold, likewise            3  of the tokens at it, the last one that stays
-    4  the draw: the token where the running sum of the masses passes the random number
+Stages, for longer lists and for whole rows; a stage may have nothing to do:
 
-`Machine` (sampling_machine.py) is what differs between targets.
+    0  top-k: finds the threshold       1  finds the last of the tokens at this threshold that top-k keeps
+    2  top-p: finds the threshold       3  finds the last of the tokens at this threshold that top-p keeps
+    4  the draw: finds the token at which the running sum of masses, in the order of ids, reaches a random number
 """
 
 import functools
@@ -50,19 +49,19 @@ from mlc_amd.schedules.sampling_machine import (
 )
 from mlc_amd.schedules.tir import Expr
 
-# (token, logit, whether there is such a token, what makes its mass)
+# visit(token, logit, whether the token exists, a function that emits the code for its mass)
 WeighedVisit = Callable[[Expr, Expr, Expr, Callable[[], Expr]], None]
 
 MASS = float(1 << 30)
 STAGES = 5
-WINDOWS = 7  # that are tried before the whole row is searched
-FIRST_WINDOW = 4.0  # below the largest logit
-AT_ONCE = 4  # tokens that a thread compares its own with in a step
+WINDOWS = 7  # number of windows to try before the whole row is searched
+FIRST_WINDOW = 4.0  # size of the first window: largest logit minus bound
+AT_ONCE = 4  # number of tokens with which a thread compares a token in a step
 
 
 class Draw(ABC):
-    """The search in one row. top: its largest logit; sums: of e**(logit - top), and of that to the power of 1 /
-    temperature, of all its tokens; approximate. chosen: for the token."""
+    """The draw from one row. top: its largest logit. sums: approximate sums over all tokens of e**(logit - top) and of
+    e**((logit - top) / temperature). chosen: the token's variable. Tokens that no filter has removed are "left"."""
 
     def __init__(self, machine: Machine, words: Words, top: Expr, sums: tuple[Expr, Expr], chosen: Var):
         self.m, self.words, self.vocab = machine, words, machine.vocab
@@ -74,23 +73,23 @@ class Draw(ABC):
         self.has_m = T.Bind(words.float("min_p") > T.float32(LOWEST))
         self.largest = T.Bind(key_of(top))
         cell = machine.cell
-        self.threshold, self.last = cell(T.int32(SMALLEST)), cell(T.int32(LARGEST))  # what is left: `_left`
-        self.tie = cell(T.int32(0))  # key of the tokens that an odd stage is about
-        self.listed, self.count = cell(T.int32(0)), cell(T.int32(0))  # whether there is a list, and of how many
-        self.floor = cell(T.int32(SMALLEST))  # key that no token of the list is below
-        self.ties = cell(T.int32(0))  # whether an odd stage has work
-        self.factor, self.scale = cell(T.float32(0), "float32"), cell(T.float32(0), "float32")  # of `_mass`
-        self.sum = cell(T.int32(0))  # of the masses of what is left
+        self.threshold, self.last = cell(T.int32(SMALLEST)), cell(T.int32(LARGEST))  # which tokens are left: `_left`
+        self.tie = cell(T.int32(0))  # the threshold (a key) whose tokens an odd stage searches
+        self.listed, self.count = cell(T.int32(0)), cell(T.int32(0))  # whether there is a list; its number of tokens
+        self.floor = cell(T.int32(SMALLEST))  # lower bound of the keys in the list
+        self.ties = cell(T.int32(0))  # whether the next odd stage has something to do
+        self.factor, self.scale = cell(T.float32(0), "float32"), cell(T.float32(0), "float32")  # constants of `_mass`
+        self.sum = cell(T.int32(0))  # sum of the masses of the tokens that are left
         self.values, self.ids = machine.shared(machine.size, "float32"), machine.shared(machine.size)
         self.counter = machine.shared(1)
         self.hist = Histogram(machine, machine.pieces.count if machine.pieces else 0)
         self.found, self.target = self.hist.found, self.hist.target
-        self.above = machine.shared(machine.small)  # of short lists: the mass before a token
+        self.above = machine.shared(machine.small)  # short lists: the mass of the tokens that are ahead of each token
 
     # ---- tokens
 
     def _left(self, token: Expr, key: Expr) -> Expr:
-        """Whether the filters so far leave a token."""
+        """Whether a token is left after the filters so far. key: `key_of` its logit."""
         threshold = self.threshold.get()
         return (key > threshold) | ((key == threshold) & (token <= self.last.get()))
 
@@ -100,7 +99,7 @@ class Draw(ABC):
 
     @contextmanager
     def _own(self) -> Iterator[tuple[Expr, Expr, Expr]]:
-        """(place, token, logit) of each token of the list that is this thread's."""
+        """A loop over this thread's tokens of the list: (place in the list, token, logit)."""
         threads, count = self.m.threads, self.count.get()
         with T.serial(T.truncdiv(count + (threads - 1), T.int32(threads))) as i:
             place = T.Bind(i * threads + self.m.tid)
@@ -108,24 +107,24 @@ class Draw(ABC):
                 yield place, T.Bind(self.ids[place]), T.Bind(self.values[place])
 
     def _weighs(self, draw: Expr) -> None:
-        """Sets what `_mass` is made of: for top-p, or for the draw."""
-        # what is left has no more mass than tokens, as the largest one has the mass 1
+        """Sets the constants of `_mass` for the draw if `draw`, otherwise for top-p."""
+        # The sum of e**(logit - top) over the tokens that are left is at most their number.
         listed = T.Select(draw & (self.listed.get() > 0), self.count.get(), T.int32(LARGEST))
         few = T.cast(T.Select(self.has_k, self.top_k, listed), "float32")
         self.factor.set(T.Select(draw, self.heat, T.float32(LOG2E)))
         self.scale.set(T.float32(MASS) / T.min(T.Select(draw, self.sums[1], self.sums[0]), few))
 
     def _mass_wanted(self) -> Expr:
-        """By top-p, of `sum`, or of MASS if there is a list of the row's tokens."""
+        """The target of top-p: top_p times `sum`, or times MASS if `sum` is only that of a list, without top-k."""
         all_of = T.Select((self.listed.get() > 0) & no(self.has_k), T.float32(MASS), T.cast(self.sum.get(), "float32"))
         return T.max(T.cast(T.ceil(self.top_p * all_of), "int32"), T.int32(1))
 
     def _aim(self) -> None:
-        """The draw's target among masses with the sum `sum`."""
+        """Sets the target of the draw: a random number from 1 to `sum`."""
         self.target.set(drawn_number(self.m, self.words, self.sum.get()))
 
     def _each(self, visit: WeighedVisit, near: Callable[[], tuple[Expr, Expr]]) -> None:
-        """Visits the tokens of the list, or else all; see `each_token`. visits get what makes the token's mass, too."""
+        """Visits the tokens of the list, or without a list those of the row; near: see `Machine.each_token`."""
         with when(self.listed.get() > 0), self._own() as (_, token, value):
             visit(token, value, T.bool(True), lambda: self._mass(value))
         with when(self.listed.get() == 0):
@@ -138,20 +137,20 @@ class Draw(ABC):
 
     @abstractmethod
     def _add_up_row(self, mine: Var) -> None:
-        """Adds to a cell of each thread the masses of its share of the row's tokens that are left."""
+        """For whole rows: each thread adds the masses of its share of the tokens that are left to `mine`."""
 
     @abstractmethod
     def _draw_row(self) -> None:
-        """Sets `chosen`, by `target`, after `_add_up_row`."""
+        """For whole rows: the draw, for the target `target`. Sets `chosen`. Called after `_add_up_row`."""
 
     @abstractmethod
     def _row_mass(self, token: Expr, value: Expr) -> Expr:
-        """`_mass` of a token that is left, after `_add_up_row`."""
+        """For whole rows: the mass of a token that is left. Called after `_add_up_row`."""
 
     # ---- the stages
 
     def emit(self) -> None:
-        """Sets `chosen`."""
+        """Emits the whole draw, which sets `chosen`."""
         filters = self.has_k | self.has_p | self.has_m
         done = self.m.cell(T.int32(0))
         with T.serial(STAGES) as stage, when(done.get() == 0):
@@ -181,7 +180,7 @@ class Draw(ABC):
     # ---- the list
 
     def _fits(self) -> Expr:
-        """Whether what the first filter leaves may fit in the list: a token adds 1 to z at most."""
+        """Whether the tokens that the first filter keeps may fit in the list; a token adds at most 1 to sums[0]."""
         few = T.Select(self.has_p, self.top_p * self.sums[0], T.float32(0)) <= T.float32(self.m.size)
         return T.Select(self.has_k, self.top_k <= self.m.size, few)
 
@@ -190,7 +189,7 @@ class Draw(ABC):
         return T.Select(self.has_k | self.has_p, WINDOWS + bounds, T.int32(1))
 
     def _gather(self, first: Expr, draw: Expr, tries: Expr) -> None:
-        """Makes a list if there is none and one may fit; sets `sum`."""
+        """Makes a list if there is none and the tokens may fit; sets `sum`. tries: how often to try."""
         low, high = self.m.cell(T.float32(0), "float32"), self.m.cell(T.float32(0), "float32")
         width, bound = self.m.cell(T.float32(FIRST_WINDOW), "float32"), self.m.cell(T.int32(0))
         bounded, fits = self.m.cell(T.int32(0)), T.Bind(self._fits())
@@ -225,15 +224,15 @@ class Draw(ABC):
             bounded.set(T.int32(0))
 
     def _bound(self, pieces: Pieces) -> Expr:
-        """The key of a logit that at least `top_k` pieces' largest are not below, and few more; of the least that may
-        be chosen, if there are less pieces."""
+        """The key of a bound that the largest logits of at least `top_k` pieces, and of few more, reach. If there are
+        fewer pieces with tokens, the smallest key that may be chosen."""
         m = self.m
         places = [T.Bind(i * m.threads + m.tid) for i in range(-(-pieces.count // m.threads))]
         tops = [pieces.top(T.Bind(T.min(place, T.int32(pieces.count - 1)))) for place in places]
         counts = [T.Bind((place < pieces.count) & (top > LOWEST)) for place, top in zip(places, tops, strict=True)]
         keys = [T.Select(has, key_of(top), LARGEST) for has, top in zip(counts, tops, strict=True)]
         lowest = T.Bind(value_of(m.reduced(T.Bind(functools.reduce(T.min, keys)), "least")))
-        width = T.Bind(T.max(self.top - lowest, T.float32(1e-6)) * T.float32(1 / (BINS - 1)))  # of a bin
+        width = T.Bind(T.max(self.top - lowest, T.float32(1e-6)) * T.float32(1 / (BINS - 1)))  # width of a bin
         self.hist.clear()
         for has, top in zip(counts, tops, strict=True):
             with T.If(has), T.Then():
@@ -242,12 +241,12 @@ class Draw(ABC):
         m.barrier()
         self.target.set(self.top_k)
         everything = self.hist.find()
-        # a little less, for rounding: logits at the bound count
+        # a little below the bin's edge because of rounding; logits that equal the bound are in the list
         edge = T.Bind(lowest + (T.cast(self.found[0], "float32") - T.float32(0.1)) * width)
         return T.Select(everything >= self.top_k, key_of(edge), key_of(T.float32(LOWEST)) + 1)
 
     def _list(self, bound: Expr) -> None:
-        """Lists what is left, of keys from `bound` on; `count` may exceed what fits."""
+        """Lists the tokens that are left with keys from `bound` on. `count` is their number, which may not fit."""
         m, place = self.m, self.m.cell(T.int32(0))
         with T.If(m.tid == 0), T.Then():
             put(self.counter, T.int32(0), 0)
@@ -286,8 +285,8 @@ class Draw(ABC):
     # ---- short lists
 
     def _compare_all(self) -> None:
-        """Sets `chosen`, of the list: what is above a token is added up, then the masses of those that are left up to
-        its id."""
+        """Sets `chosen` from a short list: adds up the masses of the tokens ahead of each token, for the filters, then
+        those of the tokens that are left up to its id."""
         m, mine = self.m, self.m.cell(T.int32(0))
         self._weighs(T.bool(False))
         with self._own() as (place, _, value):
@@ -327,7 +326,7 @@ class Draw(ABC):
         self.chosen.set(self.found[0])
 
     def _others(self) -> Iterator[tuple[Expr, Expr]]:
-        """(place, whether it counts) of each token of the list."""
+        """A loop over the list: (place, whether it is in the list; if not, the place of the last token)."""
         count = self.count.get()
         with T.serial(T.truncdiv(count + (AT_ONCE - 1), T.int32(AT_ONCE))) as i:
             for j in range(AT_ONCE):
@@ -337,8 +336,8 @@ class Draw(ABC):
     # ---- the search for one number
 
     def _search(self, stage: Expr, odd: Expr, draw: Expr) -> None:
-        """Of the tokens that are left (odd stages: of those at `tie`), the largest key, or in odd stages and the draw
-        the smallest id, with which the target is reached."""
+        """Finds the largest key such that the tokens from it on reach the target; in odd stages and the draw, the
+        smallest id such that the tokens up to it do. Only tokens that are left count, in odd stages those at `tie`."""
         m, by_id = self.m, T.Bind(odd | draw)
         lowest = T.Select(self.listed.get() > 0, self.floor.get(), T.int32(SMALLEST))
         start, tie = T.Bind(unsigned(T.max(lowest, self.threshold.get()))), self.tie.get()
@@ -390,7 +389,7 @@ class Draw(ABC):
     def _near(
         self, i: Expr, odd: Expr, draw: Expr, upper: Expr, known: Expr, start: Expr, reach: Expr, tie: Expr
     ) -> tuple[Expr, Expr]:
-        """(least, largest logit) of the tokens that pass i of a search is about."""
+        """(smallest, largest) logit of the tokens that pass i of a search needs."""
         first = T.Bind(T.shift_left(known, upper))
         last = T.Bind(T.min(first + (T.shift_left(T.uint32(1), upper) - T.uint32(1)), reach))
         low, high = (T.Bind(T.max(signed(start + number), T.int32(LOWEST_KEY))) for number in (first, last))

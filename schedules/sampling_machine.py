@@ -1,6 +1,6 @@
-"""What the search for a token of a row (sampling.py) is made of, on every target: the words that say what is wanted,
-numbers in registers and shared memory, histograms, keys that sort as logits do, random numbers; and `Machine`, which is
-what differs between targets. Words and flags: runtime/sampling/layout.py.
+"""Building blocks of the draw of a token (sampling.py) on all targets: the parameters of a row (`Words`), variables,
+histograms, integer keys in the order of logits, and random numbers. And `Machine`, the interface to what differs
+between targets. runtime/sampling/layout.py defines the words and flags of a row.
 """
 
 from abc import ABC, abstractmethod
@@ -15,14 +15,14 @@ from mlc_amd.runtime.sampling.philox import MULTIPLIERS, ROUNDS, WEYL
 from mlc_amd.schedules.operators import Sample
 from mlc_amd.schedules.tir import Buffer, Expr, Frame
 
-RADIX = 10  # bits of a number that a histogram tells apart
+RADIX = 10  # bits of a number for which a histogram has bins
 BINS = 1 << RADIX
 LOWEST = -3.0e38  # logit of tokens that must not be chosen
-LARGEST = (1 << 31) - 1
+LARGEST = (1 << 31) - 1  # of int32
 SMALLEST = -(1 << 31)
-LOWEST_KEY = -0x7F800000  # `key_of` the least finite float32
-Visit = Callable[[Expr, Expr, Expr], None]  # (token, logit, whether there is such a token)
-Asked = Callable[[], Any] | None  # near or enough of `Machine.each_token`
+LOWEST_KEY = -0x7F800000  # lower bound of `key_of` finite float32
+Visit = Callable[[Expr, Expr, Expr], None]  # visit(token, logit, whether the token exists)
+Asked = Callable[[], Any] | None  # the arguments `near` and `enough` of `Machine.each_token`
 
 
 class SampleArgs(NamedTuple):
@@ -48,7 +48,7 @@ def sample_args(op: Sample) -> SampleArgs:
 
 
 class Words:
-    """The words of a row of the io buffer `sampling`, by the names of sampling_layout.FIELDS."""
+    """The words of a row of the parameter `sampling`, by the names in FIELDS of runtime/sampling/layout.py."""
 
     def __init__(self, buffer: Buffer, row: Expr):
         self.buffer, self.row = buffer, row
@@ -61,58 +61,59 @@ class Words:
 
 
 class Machine(ABC):
-    """What runs the search for one row: a workgroup, or a thread of a CPU, for which most of this is.
+    """The threads that draw the token of one row: a workgroup of a GPU, or one thread of a CPU. The methods that are
+    not abstract are for one thread."""
 
-    vocab: tokens of the row. threads, tid: how many there are, and which this one is. size: of the list. small: of
-    lists in which each token is compared with all others. pieces: what is known of the row's pieces, if anything.
-    """
-
-    vocab: int
-    threads: int
-    tid: Expr
-    size: int
-    small: int
-    pieces: "Pieces | None" = None
+    vocab: int  # number of tokens
+    threads: int  # number of threads
+    tid: Expr  # number of this thread
+    size: int  # capacity of the list, in tokens
+    small: int  # largest number of tokens of a short list, in which each token is compared with all others
+    pieces: "Pieces | None" = None  # the largest logits of pieces of the row, if they are known
 
     @abstractmethod
-    def cell(self, value: Expr, dtype: str = "int32") -> "Var": ...
+    def cell(self, value: Expr, dtype: str = "int32") -> "Var":
+        """A variable of each thread, with this value."""
 
     @abstractmethod
-    def shared(self, count: int, dtype: str = "int32") -> Buffer: ...
+    def shared(self, count: int, dtype: str = "int32") -> Buffer:
+        """A buffer that all threads share."""
 
     @abstractmethod
-    def barrier(self) -> None: ...
+    def barrier(self) -> None:
+        """Waits for all threads."""
 
     def add(self, buffer: Buffer, index: Expr, amount: Expr) -> Expr:
-        """Adds to an element of a shared buffer, atomically; what it was before, in a register."""
+        """Adds to an element of a shared buffer, atomically. Returns its previous value, in a register."""
         before = T.Bind(buffer[index])
         put(buffer, before + amount, index)
         return before
 
     @abstractmethod
     def exp2(self, x: Expr) -> Expr:
-        """2**x, x <= 0."""
+        """2**x for x <= 0."""
 
     def reduced(self, amount: Expr, how: str) -> Expr:
-        """The "sum" or the "least" of an int32 of all threads, in all of them."""
+        """The sum (how = "sum") or the minimum ("least") of the threads' int32 `amount`; all threads get it."""
         return amount
 
     def scan(self, amount: Expr) -> tuple[Expr, Expr]:
-        """(the sum of an int32 of the threads before this one, that of all threads); a barrier comes before the next
-        one."""
+        """(the sum of the int32 `amount` of the threads before this one, the sum of all threads). The caller must
+        execute a barrier before the next scan."""
         return T.int32(0), amount
 
     @abstractmethod
     def each_token(
         self, visit: Visit, floor: Expr = None, near: Asked = None, enough: Asked = None, scratch: Buffer = None
     ) -> None:
-        """Visits all tokens of the row; may leave out those whose logit is below `floor`, those outside of near(), a
-        pair of logits, and the rest as soon as enough() holds. scratch: with a floor, a shared int32 buffer with an
-        element for each piece, which nothing else uses meanwhile; `Pieces.clear` comes before, and a barrier."""
+        """Visits the tokens of the row. It may leave out tokens whose logit is below `floor` or outside of near(), a
+        pair (smallest, largest) of logits, and all further tokens once enough() is true. scratch: only with `floor`: a
+        shared int32 buffer with an element for each piece, which nothing else may use meanwhile. The caller must have
+        called `Pieces.clear`, and then a barrier."""
 
 
 class Pieces(ABC):
-    """Parts of a row of which the largest logits are known."""
+    """Parts of a row whose largest logits are known. count: number of pieces."""
 
     count: int
 
@@ -122,15 +123,16 @@ class Pieces(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """None of them are chosen. For one thread."""
+        """Empties the set of pieces that `Machine.each_token` has selected. One thread must call it."""
 
 
 def put(buffer: Buffer, value: Expr, index: Expr) -> None:
+    """buffer[index] = value."""
     T.buffer_store(buffer, value, [index])
 
 
 class Var:
-    """A number in a register that changes."""
+    """A variable, in a buffer of one element."""
 
     def __init__(self, buffer: Buffer, value: Expr):
         self.buffer = buffer
@@ -144,7 +146,7 @@ class Var:
 
 
 def repeat(count: int, body: Callable[[Expr], None], most: int = 4) -> None:
-    """body(0), .., body(count - 1): copies of the body, more than `most` a loop."""
+    """Emits body(0), .., body(count - 1): unrolled if count <= most, otherwise as a loop."""
     if count <= most:
         for i in range(count):
             body(i)
@@ -154,7 +156,8 @@ def repeat(count: int, body: Callable[[Expr], None], most: int = 4) -> None:
 
 
 class Histogram:
-    """Counts or masses by number, in `bins`, which has `size` elements at least. target: what `find` looks for."""
+    """A histogram of counts or masses, in the shared buffer `bins`, which has at least `size` elements. target: see
+    `find`."""
 
     def __init__(self, machine: Machine, size: int):
         self.m, self.bins, self.found = machine, machine.shared(max(BINS, size)), machine.shared(3)
@@ -165,8 +168,9 @@ class Histogram:
         self.m.barrier()
 
     def find(self) -> Expr:
-        """found = (the largest bin with which those from it on reach the target, the sum of those above, its own); the
-        sum of all. A target above all is lowered: it was computed with rounding."""
+        """Finds the largest bin such that the sum of it and all higher bins is at least `target`. Stores to `found`:
+        (number of the bin, sum of the higher bins, value of the bin). Returns the sum of all bins. If the target is
+        larger than this sum, because of rounding, it is set to the sum."""
         m, each = self.m, BINS // self.m.threads
         mine = m.cell(T.int32(0))
         repeat(each, lambda j: mine.set(mine.get() + self.bins[m.tid * each + j]))
@@ -194,24 +198,24 @@ def no(condition: Expr) -> Expr:
 
 
 def when(condition: Expr) -> Frame:
-    """`with when(c):` an `if` with a uniform condition, in which there may be barriers."""
+    """`with when(c):` emits an `if` whose condition is uniform, so that its body may have barriers."""
     return T.serial(T.Select(condition, T.int32(1), T.int32(0)))
 
 
 def key_of(x: Expr) -> Expr:
-    """An int32 that sorts as the float32 x does; the same for 0.0 and -0.0."""
+    """An int32 key: keys have the order of the float32 numbers x; 0.0 and -0.0 have the same key."""
     bits = T.Bind(T.reinterpret("int32", x))
     key = bits ^ (T.shift_right(bits, T.int32(31)) & T.int32(LARGEST))
     return T.Select(x == T.float32(0), T.int32(0), key)
 
 
 def value_of(key: Expr) -> Expr:
-    """The float32 of a `key_of`."""
+    """The float32 number whose `key_of` is `key`."""
     return T.reinterpret("float32", key ^ (T.shift_right(key, T.int32(31)) & T.int32(LARGEST)))
 
 
 def unsigned(x: Expr) -> Expr:
-    """The bits of an int32 as uint32; TVM's analyzer refuses a cast of what may be negative."""
+    """The bits of an int32 as uint32. TVM's analyzer refuses a cast of a value that may be negative."""
     return T.reinterpret("uint32", x)
 
 
@@ -229,7 +233,7 @@ def high_product(a: Expr, b: Expr) -> Expr:
 
 
 def random_word(machine: Machine, words: Words) -> Expr:
-    """The first word of runtime/sampling/philox.py, uint32."""
+    """The random number of the row, uint32: the first word of runtime/sampling/philox.py for its seed and position."""
     c = [machine.cell(unsigned(words.int("position")), "uint32")]
     c += [machine.cell(T.uint32(0), "uint32") for _ in range(3)]
     k = [machine.cell(unsigned(words.int(name)), "uint32") for name in ("seed_low", "seed_high")]
@@ -248,5 +252,5 @@ def random_word(machine: Machine, words: Words) -> Expr:
 
 
 def drawn_number(machine: Machine, words: Words, most: Expr) -> Expr:
-    """A random number from 1 to `most`, both int32."""
+    """A random int32 from 1 to `most`. most: int32."""
     return signed(high_product(random_word(machine, words), T.Bind(unsigned(most)))) + 1

@@ -1,5 +1,5 @@
-"""TensorIR kernels for GPUs: one function per kernel, whose builder (`base/step.py`) returns a `tirx.PrimFunc` with its
-threads bound."""
+"""TensorIR kernels for GPUs, for target rocm and vulkan: one function for each kernel. The decorator `builds`
+(base/step.py) makes it a builder, which returns a `tirx.PrimFunc` with loops bound to workgroups and threads."""
 
 from mlc_amd.schedules.registry import Registry
 

@@ -63,9 +63,9 @@ class Attention:
 
     def __post_init__(self):
         if (self.window and self.chunk) or self.kv not in get_args(KvType):
-            raise ValueError(f"{self} is no attention layer")
+            raise ValueError(f"{self}: a window excludes chunks, and the cache's type must be a known one")
         if self.values and (self.kv_heads != 1 or self.values > self.d or self.rotation):
-            raise ValueError(f"{self} is no latent attention layer")
+            raise ValueError(f"{self}: latent attention needs one KV head, values <= d, and a cache without rotation")
 
     @property
     def quantized(self) -> bool:
@@ -89,9 +89,9 @@ class Attention:
     @property
     def rotation(self) -> int:
         """The size of the orthogonal Hadamard matrix, H / sqrt(size), by which each block of `size` columns of a head
-        of queries, keys and values is multiplied before it is quantized; 0: none. It spreads outliers over the columns
-        of a block. It does not change scores, but attention's output is multiplied by it as values are. The size is the
-        largest power of two that divides d."""
+        of queries, keys and values is multiplied, keys and values before they are quantized; 0: none. It spreads
+        outliers over the columns of a block. Scores do not change, but attention's output is multiplied by the matrix,
+        as values are. The size is the largest power of two that divides d."""
         return self.d & -self.d if any(codes and codes.rotated for codes in codes_of(self.kv)) else 0
 
     @property
@@ -269,7 +269,7 @@ class RopeKvWrite(_Write, name="rope_kv_write"):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentKvWrite(_Write, name="latent_kv_write"):
-    """The same for latent attention: a norm of the latent, RoPE, and the write to the cache, in place: (rows, pages,
+    """`RopeKvWrite` for latent attention: norm of the latent, RoPE, and the write to the cache, in place: (rows, pages,
     q's rotating columns, q's columns for the latent, the latent and the key's rotating columns, the norm's weight,
     [cos_sin], cache) -> (q [m, heads, width], cache). schedules/kv_writes.py has the shapes of the inputs."""
 

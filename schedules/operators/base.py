@@ -315,7 +315,7 @@ def parameters(op: Operator, params: Iterable[tuple[str, tuple[int, ...], str]])
     for name, shape, dtype in params:
         while not slot.takes(name):
             if not (taken or slot.optional):
-                raise ValueError(f"{op.name}: parameter {name} where its declaration has {slot.role} {slot.names}")
+                raise ValueError(f"{op.name}: parameter {name}, but its declaration expects {slot.role} {slot.names}")
             slot, taken = next(slots, None), 0
             if slot is None:
                 raise ValueError(f"{op.name}: its declaration has no parameter {name}")

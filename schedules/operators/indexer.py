@@ -45,7 +45,7 @@ class SelectKeys(Operator, name="select_keys", sizes="{0.heads}x{0.d}_{0.used}")
 
     def __post_init__(self):
         if self.d % 16 or self.ctx % PAGE:
-            raise ValueError(f"{self}: keys have a multiple of 16 columns, and a sequence whole pages")
+            raise ValueError(f"{self}: d must be a multiple of 16, and ctx a multiple of {PAGE}")
 
     def slots(self) -> Iterator[Slot]:
         names = ("Q", "W", "K") if self.block == 1 else ("Q", "K")
@@ -103,7 +103,7 @@ class SelectedAttention(Operator, name="selected_attention", sizes="{0.layer.hea
 
     def __post_init__(self):
         if self.layer.quantized or self.layer.kv_heads % self.sets:
-            raise ValueError(f"{self}: chosen keys are of a cache of float16")
+            raise ValueError(f"{self}: the cache must be float16, and kv_heads a multiple of sets")
 
     def slots(self) -> Iterator[Slot]:
         yield from (STATE_SLOT, ROWS_SLOT, PAGES_SLOT, Slot("input", ("Qo", "Ids")))
@@ -152,7 +152,7 @@ class CompressedAttention(Operator, name="compressed_attention", sizes="{0.layer
     def __post_init__(self):
         of = self.layer
         if not (of.window and of.sinks) or of.values != of.d or of.d % 16 or of.quantized:
-            raise ValueError(f"{self} is no attention to compressed keys")
+            raise ValueError(f"{self}: needs a window, sinks, values = d, d a multiple of 16, and a float16 cache")
 
     def slots(self) -> Iterator[Slot]:
         yield from (STATE_SLOT, ROWS_SLOT, PAGES_SLOT, Slot("input", ("Q", "K")))

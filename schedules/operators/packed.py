@@ -36,7 +36,7 @@ class PackedAttention(Operator, name="packed_attention", sizes="{0.heads}x{0.d}"
 
     def __post_init__(self):
         if self.d % 8 or self.heads % self.kv_heads:
-            raise ValueError(f"{self}: heads have a multiple of 8 columns, and the same number of them a KV head")
+            raise ValueError(f"{self}: d must be a multiple of 8, and heads a multiple of kv_heads")
 
     def slots(self) -> Iterator[Slot]:
         yield from (STATE_SLOT, Slot("input", ("segments",)), Slot("input", ("Q", "K", "V")))

@@ -1,8 +1,8 @@
-"""Attention on the CPU: the kernel of a step's single rows, each of a sequence of its own (`attention_decode.py`), of a
-chunk of rows of one sequence (`attention_prefill.py`), or of both.
+"""The kernel of `CausalAttention` on the CPU. It consists of code for single rows, each of a sequence of its own
+(attention_decode.py), of code for a chunk of rows of one sequence (attention_prefill.py), or of both.
 
-They take the rotated and scaled queries and the caches that `kv_write.py` wrote, and produce the heads' outputs,
-float32 or int8 blocks.
+In: queries, rotated and scaled, and the cache, both as kv_write.py writes them. Out: the outputs of all heads, float32
+or int8 blocks.
 """
 
 from tvm import tirx
@@ -24,7 +24,8 @@ Plan = attention_decode.Plan | attention_prefill.Plan
 
 
 def default_plan(op: CausalAttention, arch: Arch) -> Plan:
-    """Decode's where all rows may be single ones."""
+    """The plan without tuning: that of attention_decode.py if all rows may be single rows, otherwise that of
+    attention_prefill.py."""
     return (attention_decode if op.m == op.single else attention_prefill).default_plan(arch.isa)
 
 
@@ -34,10 +35,10 @@ def attention(op: CausalAttention, arch: Arch, name: str, plan: Plan | None = No
     [Sinks float32 [heads] if the layer has them], then A, S of [m, heads*value_d] in tiles if `layout`, else O float32
     [m, heads*value_d]).
 
-    single: how many rows at the front may be of different sequences; the rows after state[0] are then a chunk. With
-    single = 0 all rows are, with single = m none. Rows that are not live, or have no place in the cache, are left out
-    (a single row of m = 1 takes the last place). UserError for shapes that `cache_types` refuses, and for int8 blocks
-    of heads that are not whole blocks.
+    single: the largest number of single rows, which are the first state[0] rows; the rows after them are a chunk. With
+    single = 0 all rows are a chunk, with single = m all are single rows. No output is computed for rows that are not
+    live, or whose position is not in the cache (for m = 1 the position is clamped instead). Raises UserError for shapes
+    that `cache_types` refuses, and for int8 blocks if heads are not whole blocks.
     """
     spec, m, single, isa, quantized = op.layer, op.m, op.single, arch.isa, bool(op.layout)
     if quantized and spec.value_d % QUANT:

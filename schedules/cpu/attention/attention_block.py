@@ -1,16 +1,16 @@
-"""What both attention kernels are made of: matrix products in register blocks, and online softmax over blocks of 64
-keys in spans of 256.
+"""Shared code of the CPU's attention kernels: matrix products in register blocks, and online softmax. Keys are in
+blocks of 64; a span is four blocks, 256 keys.
 
-A softmax row is one query of one head. Its scores are exponents of two: log2(e) is in the query already. Besides its
-output so far a kernel keeps per row
+A softmax row is one query of one head. Queries are already multiplied by log2(e), so a weight is 2**score. For each row
+a kernel keeps its output so far, and
     top[row]            the largest score so far
-    total[row, lanes]   the sum of 2**(score - top) so far, as partial sums in a vector's lanes
-A larger score rescales what came before by 2**(old top - new top).
+    total[row, lanes]   the sum of 2**(score - top) so far, as partial sums in the lanes of a vector
+When top gets larger, output and total are multiplied by 2**(old top - new top).
 
-Each span of keys is reduced on its own and then joined to the ones before it, in order. Decode runs spans in parallel
-and prefill one after the other, yet both round alike: a row's output has the same bits whichever kernel made it. Keys
-that a row does not see change nothing, to the bit, because 2**0 is exactly 1; so blocks and spans that it does not see
-may be skipped or not.
+Each span is reduced independently, and its results are then joined to those of the spans before it, in order. Decode
+computes spans in parallel, prefill one after the other, but both round in the same way: a row's output has the same
+bits in both. Keys that a row does not attend to have no effect on the bits, because 2**0 is exactly 1. So their blocks
+and spans may be computed or skipped.
 """
 
 import functools
@@ -28,13 +28,12 @@ from mlc_amd.schedules.cpu.linear.quantize import Output
 from mlc_amd.schedules.operators.attention import LOG2E, Attention
 from mlc_amd.schedules.tir import Buffer, Expr
 
-SPAN = 4  # blocks of a span
-# "Minus infinity" that may be subtracted from itself.
-LOWEST = -1e30
+SPAN = 4  # blocks in a span
+LOWEST = -1e30  # used as minus infinity; LOWEST - LOWEST is 0, not NaN
 
 
 class Step(NamedTuple):
-    """A kernel of m rows: its layer and its parameters as buffers."""
+    """A kernel for m rows: its layer, and its parameters."""
 
     spec: Attention
     isa: Isa
@@ -48,27 +47,27 @@ class Step(NamedTuple):
 
 
 def scratch(*shape: int) -> Buffer:
-    """A float32 buffer of this thread, of any size."""
+    """A float32 scratch buffer of this thread, of any size."""
     return T.alloc_buffer(shape, "float32", scope="local")
 
 
 def limits(isa: Isa) -> tuple[int, ...]:
-    """Numbers of accumulator registers of a product to try."""
+    """The values to try for a plan's number of accumulator registers."""
     return tuple(isa.registers * n // 8 for n in (2, 3, 4, 5, 6, 7))
 
 
 def product_blocks(limit: int, rows: int, columns: int, isa: Isa) -> list[tuple[range, int]]:
-    """How a product of that many rows and columns is cut into blocks of at most `limit` accumulators: [(range of rows,
-    vectors of columns), ...]."""
+    """Divides a product of `rows` x `columns` results into blocks of at most `limit` accumulators: [(range of rows,
+    number of vectors of columns), ...]."""
     chunks = -(-rows // limit)
     ranges = [range(chunk * rows // chunks, (chunk + 1) * rows // chunks) for chunk in range(chunks)]
     return [(mine, largest_divisor(limit // len(mine), columns // isa.lanes)) for mine in ranges]
 
 
 def capped(x: Expr, softcap: float, isa: Isa) -> Expr:
-    """A vector of scores after softcap (0: none): softcap * tanh(s / softcap) of s = x / log2(e), again as an exponent
-    of two. A difference comes last: a product could become one operation with the next, in one kernel and not in
-    another."""
+    """softcap * tanh(s / softcap) * log2(e), where x = s * log2(e) is a vector of scores; x if softcap is 0. The last
+    operation is a subtraction: LLVM could fuse a product with the next operation in one kernel but not in another, and
+    their bits would differ."""
     if not softcap:
         return x
     n, limit = isa.lanes, softcap * LOG2E
@@ -76,8 +75,8 @@ def capped(x: Expr, softcap: float, isa: Isa) -> Expr:
 
 
 def span_blocks(span: Expr, first_block: Expr, blocks: Expr) -> tuple[Expr, Expr]:
-    """(first, number) of a span's blocks among first_block .. blocks-1, where it has one. first_block: the int 0 or an
-    expression."""
+    """(first block, number of blocks) of a span's blocks among the blocks first_block .. blocks-1; the span must have
+    one of them. first_block: the int 0 or an expression."""
     start = span * SPAN
     if isinstance(first_block, int):
         return start, T.min(blocks - start, T.int32(SPAN))
@@ -85,18 +84,20 @@ def span_blocks(span: Expr, first_block: Expr, blocks: Expr) -> tuple[Expr, Expr
     return first, T.min(blocks, start + SPAN) - first
 
 
-Number = Callable[[int, Expr], Expr]  # by row and number
-Vectors = Callable[[Expr, list[Expr]], list[Expr]]  # by row, from each of these columns on
+Number = Callable[[int, Expr], Expr]  # f(row, column): a scalar of a matrix
+Vectors = Callable[[Expr, list[Expr]], list[Expr]]  # f(row, columns): for each of the columns, the vector from it on
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """The online softmax of rows over the keys of a span, and their outputs.
+    """The online softmax of rows over the keys of a span, and their outputs. It processes some rows at a time: the rows
+    of a pass.
 
-    limit              accumulators that are in registers at once
-    top, total, out    of all rows: float32 [rows], [rows, lanes], [rows, value_width]
-    scores, shrink     of the rows at hand: their scores of a block of keys, then its weights, float32 [rows at hand,
-                       64]; the factors on what came before, [rows at hand]
+    limit              number of accumulators that are in registers at the same time
+    top, total, out    for all rows: float32 [rows], [rows, lanes], [rows, value_width]
+    scores             for the rows of a pass: their scores for a block of keys, which `emit_weights` replaces by
+                       weights, float32 [rows of a pass, 64]
+    shrink             for the rows of a pass: the factors by which outputs and totals so far are multiplied
     """
 
     spec: Attention
@@ -109,7 +110,7 @@ class Softmax:
     shrink: Buffer
 
     def emit_start(self, rows: int) -> None:
-        """The state of rows 0 .. rows-1 before the first block."""
+        """Initializes top, total and out of rows 0 .. rows-1, before the first block."""
         lanes = self.isa.lanes
         with T.serial(rows) as row:
             store(self.top, T.float32(LOWEST), row)
@@ -118,9 +119,9 @@ class Softmax:
                 store(self.out, f32(0.0), row, at(i * LANES))
 
     def emit_scores(self, rows: int, query: Number, keys: Vectors, here: Expr = 0, needed: Expr = None) -> None:
-        """The scores of `rows` rows at hand, from number `here` on. query(r, c): element c of a row's query; keys(c,
-        columns): vectors of element c of the keys from each of these columns of scores on. needed: of how many keys the
-        scores are needed; None: of all."""
+        """Computes the scores of `rows` rows of the pass, from its row `here` on. query(r, c): element c of the query
+        of row r. keys(c, columns): for each of these columns of scores, the vector of element c of the keys from there
+        on. needed: only the scores of the first so many keys are needed; None: of all."""
         spec, isa = self.spec, self.isa
 
         def keep(r: int, key: Expr, x: Expr) -> None:
@@ -129,8 +130,9 @@ class Softmax:
         self._emit_product(rows, BLOCK, spec.d, query, keys, lambda r, key: f32(0.0, isa.lanes), keep, needed)
 
     def emit_outputs(self, rows: int, keys: Expr, values: Vectors, here: Expr = 0, row0: Expr = 0) -> None:
-        """Adds the products of weights and values to the outputs of rows row0 .. row0+rows-1, of which the first is
-        number `here` at hand. keys: how many are multiplied; values(key, columns): vectors of a value."""
+        """Adds the products of weights and values to the outputs of rows row0 .. row0+rows-1, which are the rows from
+        `here` on of the pass. keys: how many keys are multiplied. values(key, columns): for each of these columns, the
+        vector of the key's value from there on."""
         lanes = self.isa.lanes
         self._emit_product(
             rows,
@@ -154,12 +156,11 @@ class Softmax:
         finish: Callable,
         needed: Expr,
     ) -> None:
-        """A matrix product: finish(row, column, x) for all rows and columns, x = start(row, column) + sum of left(row,
-        i) * right(i, column).
+        """Emits a matrix product: calls finish(row, column, x) for all rows and columns, where x = start(row, column) +
+        the sum over i < inner of left(row, i) * right(i, column).
 
-        Here `column` is the first of isa.lanes columns that a vector holds, i counts to `inner`, and left returns
-        scalars. right is called with a list of columns and returns the list of their vectors. Rows are unrolled, in
-        chunks that fit `limit` accumulators.
+        `column` is the first of the isa.lanes columns of a vector. left returns scalars. right is called with a list of
+        columns, and returns the list of their vectors. Rows are unrolled, in blocks of at most `limit` accumulators.
         """
         lanes = self.isa.lanes
         for mine, vectors in product_blocks(self.limit, rows, columns, self.isa):
@@ -183,9 +184,10 @@ class Softmax:
     def emit_weights(
         self, rows: Expr, first: Expr, key0: Expr, keys: Callable[[Expr], KeyRange], unmasked: Expr = None
     ) -> None:
-        """Turns the scores of the rows at hand, of the keys key0 .. key0+63, into weights. The r-th of them is row
-        first + r, and sees the KeyRange keys(r). unmasked: a condition under which every row sees all of these keys, so
-        that masks can be left out. Loops over rows in short steps, of which the processor overlaps several."""
+        """Replaces the scores of the pass, for the keys key0 .. key0+63, by weights. Row r of the pass is row first + r
+        of all rows, and attends to the KeyRange keys(r). unmasked: a condition under which every row attends to all of
+        these keys, so that no masks are needed. The loops over rows have short bodies, so that the CPU executes several
+        rows out of order."""
 
         def emit(keys: Callable[[Expr], KeyRange]) -> None:
             with T.serial(rows) as r:
@@ -205,8 +207,8 @@ class Softmax:
                 emit(keys)
 
     def _emit_top(self, row: Expr, state_row: Expr, key0: Expr, keys: KeyRange) -> None:
-        """Updates top[state_row] by a row's scores, those of keys outside the KeyRange left out; shrink[row]: what it
-        was."""
+        """Updates top[state_row] by the row's scores of keys in the KeyRange. Stores its previous value to
+        shrink[row]."""
         lanes = self.isa.lanes
         blocks = range(0, BLOCK, lanes)
         x = [T.Bind(keys.select(key0 + i, self.scores[row, at(i, lanes)], LOWEST, lanes)) for i in blocks]
@@ -216,13 +218,13 @@ class Softmax:
         store(self.top, T.max(old, tree(T.max, largest, lanes)), state_row)
 
     def _emit_row_weights(self, row: Expr, state_row: Expr, key0: Expr, keys: KeyRange) -> None:
-        """Turns a row's scores into weights 2**(score - top), those of keys outside the KeyRange into zeros, and
-        updates total[state_row], which is scaled by shrink[row]."""
+        """Replaces a row's scores by weights 2**(score - top), or 0 for keys outside the KeyRange. Multiplies
+        total[state_row] by shrink[row], and adds the weights to it."""
         lanes = self.isa.lanes
         now = T.Bind(self.top[state_row])
         sums = self.total[state_row, at(0, lanes)] * splat(self.shrink[row], lanes)
         for i in range(0, BLOCK, lanes):
-            # A row that has seen no key yet has now == LOWEST: its masked scores would weigh 1.
+            # Without a key in range so far, now == LOWEST, and masked scores would get the weight 1.
             weight = self.isa.exp2(self.scores[row, at(i, lanes)] - splat(now, lanes), lanes)
             weight = T.Bind(keys.select(key0 + i, weight, 0.0, lanes))
             store(self.scores, weight, row, at(i, lanes))
@@ -230,29 +232,30 @@ class Softmax:
         store(self.total, sums, state_row, at(0, lanes))
 
     def sum(self, row: Expr) -> Expr:
-        """The sum of a row's weights, a scalar in a register."""
+        """The sum of the lanes of a row's total, a scalar in a register."""
         return tree(operator.add, T.Bind(self.total[row, at(0, self.isa.lanes)]), self.isa.lanes)
 
 
 def _joined(before: Expr, top: Expr, n: int) -> tuple[Expr, Expr, Expr]:
-    """(new top, factor on what came before, factor on what is joined to it) of `n` rows from both tops."""
+    """(new top, factor of the results before, factor of the results that are joined to them) of `n` rows. before, top:
+    the tops of both."""
     now = T.Bind(T.max(before, top))
     return now, exp2(before - now, n), exp2(top - now, n)
 
 
 class Joined(NamedTuple):
-    """The results of all spans so far: float32 [rows], [rows], [rows, value_width]."""
+    """The joined results of all spans so far: tops float32 [rows], totals [rows], outs [rows, value_width]."""
 
     tops: Buffer
     totals: Buffer
     outs: Buffer
 
     def emit_start(self, rows: int, sink: Callable[[Expr], Expr] | None = None) -> None:
-        """The state of rows 0 .. rows-1 before the first span. sink(row): the logit of the row's sink, which counts
-        like a key with a value of zeros that comes before all others."""
+        """Initializes rows 0 .. rows-1, before the first span. sink(row): the logit of the row's sink, which acts like
+        a first key whose value is zeros."""
         with T.serial(rows) as row:
-            # The maximum keeps the product from being fused with the subtraction that follows, in one kernel and not in
-            # the other: they would round differently.
+            # Because of the maximum, LLVM cannot fuse the product with the next subtraction. It would do so in one
+            # kernel but not in the other, and their bits would differ.
             top = T.float32(LOWEST) if sink is None else T.max(sink(row) * T.float32(LOG2E), T.float32(LOWEST))
             store(self.tops, top, row)
             store(self.totals, T.float32(0 if sink is None else 1), row)
@@ -260,15 +263,16 @@ class Joined(NamedTuple):
                 store(self.outs, f32(0.0), row, at(i * LANES))
 
     def emit_join(self, row: Expr, top: Expr, total: Expr, out: Callable[[Expr], Expr]) -> None:
-        """Joins a span's results of a row. top and total: scalars; out(i): its output, columns i .. i+15."""
+        """Joins a span's results of a row to those so far. top, total: scalars. out(i): columns i .. i+15 of the span's
+        output."""
         now, keep, gain = _joined(T.Bind(self.tops[row]), top, 1)
         store(self.tops, now, row)
         store(self.totals, self.totals[row] * keep + total * gain, row)
         self._emit_out(row, out, keep, gain)
 
     def emit_join_rows(self, rows: Expr, span: Softmax) -> None:
-        """`emit_join` of rows 0 .. rows-1, to the same bits: the factors of 16 rows at a time. All buffers have a
-        multiple of 16 rows."""
+        """`emit_join` for rows 0 .. rows-1, with the same bits, but the factors of 16 rows are computed as vectors. All
+        buffers must have a multiple of 16 rows."""
         padded = int(self.tops.shape[0])
         keeps, gains, sums = (scratch(padded) for _ in range(3))
         with T.serial(rows) as row:

@@ -1,12 +1,12 @@
-"""Attention of single rows, each the newest one of its sequence, against the cache: split-KV ("flash decoding") for x86
-CPUs.
+"""Attention of single rows, each the newest token of its sequence, on CPUs: split-KV attention ("flash decoding").
 
-The queries of a row and a KV head are those of the group's heads, which share each key and value that is loaded; latent
-attention, whose one KV head has all of them, takes them in parts. Keys go in spans of 256, which leave (top, total,
-unscaled output) to be joined in order. A step of one row has a task for each span and KV head, and a second loop joins
-their results; a thread's tasks are spans with all of their heads, as pages have them side by side. A step of several
-rows has a task for each row and KV head. No sum crosses lanes: a lane is a key in the scores and a column in the
-outputs.
+The query heads of a KV head share each key and value that is loaded. In latent attention all query heads share the one
+KV head; they are divided into parts. Keys are processed in spans of 256. Each span produces (top, total, unscaled
+output); these are joined in order.
+
+A step of one row has a task for each span and KV head, and a second loop joins the results. A thread gets spans with
+all their KV heads, because these are adjacent in a page. A step of several rows has a task for each row and KV head. No
+sum crosses lanes: a lane is a key in scores, and a column in outputs.
 """
 
 from collections.abc import Callable
@@ -26,10 +26,10 @@ from mlc_amd.schedules.tir import Expr
 
 @dataclass(frozen=True)
 class Plan:
-    """How a task goes through its keys. No plan changes the order of additions.
+    """The plan of attention of single rows. No plan changes the order of additions.
 
-    registers  accumulators that are in registers at once
-    ahead      blocks of 64 keys that are prefetched ahead of the loads, 0: none
+    registers  number of accumulators that are in registers at the same time
+    ahead      number of blocks of 64 keys that are prefetched ahead of the loads; 0: none
     locality   cache levels that the prefetch fills, see `vector.prefetch`
     """
 
@@ -39,21 +39,22 @@ class Plan:
 
 
 def default_plan(isa: Isa) -> Plan:
-    """The plan: a quarter of the registers is for operands. The next block is prefetched while one is used, into L2:
-    keys and values of both blocks fill an L1."""
+    """The plan without tuning. A quarter of the registers is left for operands. While a block is used, the next one is
+    prefetched into L2, because keys and values of both blocks would fill the L1 cache."""
     return Plan(registers=isa.registers * 3 // 4, ahead=1, locality=2)
 
 
 def choices(isa: Isa) -> dict[str, tuple[int, ...]]:
-    """Values of the plan's fields to try, by name."""
+    """The values of each field of the plan that tuning tries."""
     return {"registers": limits(isa), "ahead": (0, 1, 2), "locality": (2, 3)}
 
 
-MAX_HEADS = 16  # of a task of latent attention, whose heads all share the keys
+MAX_HEADS = 16  # largest number of heads in a task of latent attention
 
 
 def _parts(spec: Attention) -> tuple[int, int]:
-    """(parts of the heads, heads of each): those of a KV head, or in latent attention some of these."""
+    """(number of parts of the query heads, heads of a part). A part is the heads of a KV head; in latent attention it
+    is some of them."""
     if not spec.values:
         return spec.kv_heads, spec.group
     heads = largest_divisor(MAX_HEADS, spec.heads)
@@ -61,10 +62,10 @@ def _parts(spec: Attention) -> tuple[int, int]:
 
 
 class _Row:
-    """Row number `row` of the step. Query r of a part of the heads is that of the part's head r.
+    """Row number `row` of the step. Query r of a part of the heads is the query of the part's head r.
 
-    last: its position, which is clamped to those of a sequence; the blocks first_block .. blocks-1 and the live_spans
-    spans from first_span on hold all keys that it sees.
+    last: the row's position, clamped to 0 .. ctx-1. All keys that the row attends to are in the blocks first_block ..
+    blocks-1, which are in `live_spans` spans from first_span on.
     """
 
     def __init__(self, step: Step, plan: Plan, row: Expr):
@@ -79,14 +80,14 @@ class _Row:
         self.live_spans = T.Bind((self.blocks + SPAN - 1) // SPAN - self.first_span)
 
     def block(self, part: Expr, number: Expr) -> CacheBlock:
-        """The CacheBlock of that number, of the KV head of a part of the heads."""
+        """The CacheBlock of this number for the KV head of a part."""
         kv = T.int32(0) if self.spec.values else part
         return self.step.cache.block_until(kv, self.slot, number, self.last)
 
     def later_in_span(self, part: Expr, block: Expr, first: Expr, count: Expr) -> CacheBlock:
-        """The CacheBlock that is used plan.ahead blocks after this one, where the parts of a row take a span, which has
-        the blocks first .. first+count-1, one after the other: after the span's last block comes the next part's first,
-        after the last part the next span."""
+        """The CacheBlock that is used plan.ahead blocks after `block`, if all parts of a row are computed for a span
+        before the next span: after the span's last block comes its first block for the next part, after the last part
+        the next span. first, count: first block and number of blocks of the span."""
         block = T.Bind(block + self.plan.ahead)
         next_part = tirx.all(block >= first + count, part < _parts(self.spec)[0] - 1)
         next_span = tirx.all(block >= first + count, part == _parts(self.spec)[0] - 1)
@@ -94,7 +95,8 @@ class _Row:
         return self.block(opaque(kv), opaque(block - T.Select(next_part, count, T.int32(0))))
 
     def later_in_part(self, part: Expr, block: Expr, first: Expr, count: Expr) -> CacheBlock:
-        """The same where a part takes all its spans, and then the next part does."""
+        """The CacheBlock that is used plan.ahead blocks after `block`, if all spans of a part are computed before the
+        next part. Arguments: see `later_in_span`."""
         block = T.Bind(block + self.plan.ahead)
         next_part = block >= self.blocks
         part = opaque(T.min(part + T.Select(next_part, T.int32(1), T.int32(0)), T.int32(_parts(self.spec)[0] - 1)))
@@ -102,13 +104,13 @@ class _Row:
         return self.block(part, block)
 
     def sinks(self, head0: Expr) -> Callable[[Expr], Expr] | None:
-        """The logits of the sinks of heads head0 .., as `Joined.emit_start` takes them."""
+        """The argument `sink` of `Joined.emit_start`, for the heads from head0 on; None for a layer without sinks."""
         sinks = self.step.sinks
         return None if sinks is None else lambda r: sinks[head0 + r]
 
 
 def _most_spans(spec: Attention) -> int:
-    """The largest number of spans with keys that a row sees."""
+    """The largest number of spans that have keys that a row attends to."""
     span = SPAN * BLOCK
     keys = min(spec.ctx, spec.span) if spec.span else spec.ctx
     return min(-(-spec.ctx // span), (keys - 2) // span + 2)
@@ -117,10 +119,10 @@ def _most_spans(spec: Attention) -> int:
 def _emit_span(
     row: _Row, part: Expr, number: Expr, begins: Expr, following: Callable[[Expr, Expr, Expr, Expr], CacheBlock]
 ) -> Softmax:
-    """The live span `number` of a part of a row's heads, whose results are in registers.
+    """Emits the softmax of span `number` (counted from first_span) for a part of a row's heads, and returns it.
 
-    begins: a condition, that no span before it has prefetched this one's first block. following: `_Row.later_in_span`
-    or `later_in_part`, whichever has the order in which spans are taken.
+    begins: a condition: no earlier span has prefetched the first block of this span. following: `_Row.later_in_span` or
+    `later_in_part`, depending on the order of the spans.
     """
     isa, plan, (_, queries) = row.step.isa, row.plan, _parts(row.spec)
     width, lanes, locality = row.spec.value_width, isa.lanes, plan.locality
@@ -166,7 +168,7 @@ def _emit_output(row: _Row, head: Expr, joined: Joined, r: Expr = 0) -> None:
 
 
 def emit_attention(step: Step, plan: Plan) -> None:
-    """The body of the kernel of `attention.attention` for one row, whose spans are computed in parallel."""
+    """Emits the body of the kernel of attention.py for m = 1, with the spans of the row in parallel."""
     spec = step.spec
     (parts, heads), width = _parts(spec), spec.value_width
     shape = (parts, _most_spans(spec), heads)
@@ -191,7 +193,7 @@ def emit_attention(step: Step, plan: Plan) -> None:
 
 
 def emit_single_rows(step: Step, plan: Plan) -> None:
-    """The part of `attention.attention` for the single rows of a step: rows 0 .. state[0]-1."""
+    """Emits the part of the kernel of attention.py for the single rows of a step: rows 0 .. state[0]-1."""
     (parts, heads), width = _parts(step.spec), step.spec.value_width
     count = T.Bind(T.max(T.min(step.state[0], live_rows(step.state, step.m)), T.int32(0)))
     with T.parallel(count * parts) as task:

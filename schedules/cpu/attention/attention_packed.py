@@ -1,8 +1,9 @@
-"""Attention among the rows of each segment, without a cache: blocked, with online softmax.
+"""The kernels of schedules/operators/packed.py on the CPU. `packed_attention` is attention within segments, without a
+cache: blocked, with online softmax.
 
-A task is one KV head and a tile of rows, which it goes through run by run: the rows of the tile that are of one
-segment. Blocks of 64 keys begin at the segment's first row, so that a row's result does not depend on where its segment
-lies. The keys of a block are transposed first: vectors hold one column of several keys.
+A task is one KV head and a tile of rows. It processes one run at a time: the rows of the tile that are in the same
+segment. Blocks of 64 keys begin at the first row of the segment, so that a row's result does not depend on the position
+of its segment. The keys of a block are transposed first, so that a vector holds one column of several keys.
 """
 
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 @registry.builds(PackedAttention)
 def packed_attention(op: PackedAttention, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], segments int32 [m, 2], Q, K, V, Y)."""
+    """Kernel (state int32[4], segments int32 [m, 2], Q, K, V, Y), with the shapes of `PackedAttention.shapes`."""
     with kernel(name) as (builder, state):
         segments = T.arg("segments", T.buffer((op.m, 2), "int32"))
         blocks = default_plan(arch.isa)
@@ -41,7 +42,8 @@ def packed_attention(op: PackedAttention, arch: Arch, name: str, plan: None = No
 
 
 def _transposed(vectors: list[Expr], n: int) -> list[Expr]:
-    """n vectors of n lanes: each step interleaves the first half with the second one."""
+    """Transposes n vectors of n lanes, in log2(n) steps; each step interleaves the first half of the vectors with the
+    second half."""
     order = [[T.int32(part * n // 2 + i + odd * n) for i in range(n // 2) for odd in (0, 1)] for part in (0, 1)]
     for _ in range(n.bit_length() - 1):
         pairs = zip(vectors[: n // 2], vectors[n // 2 :], strict=True)
@@ -50,10 +52,12 @@ def _transposed(vectors: list[Expr], n: int) -> list[Expr]:
 
 
 class _Work(NamedTuple):
+    """The operator, its plan, and the kernel's parameters."""
+
     op: PackedAttention
     isa: Isa
     plan: Plan
-    tile: int  # rows
+    tile: int  # rows of a task
     segments: Buffer
     Q: Buffer
     K: Buffer
@@ -62,11 +66,11 @@ class _Work(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Columns of a head that are moved at once."""
+        """The number of columns of a head that are copied as one vector."""
         return LANES if self.op.d % LANES == 0 else LANES // 2
 
     def emit(self, head: Expr, begin: Expr, end: Expr, live: Expr) -> None:
-        """The task of a KV head and the rows begin .. end-1."""
+        """Emits the task of KV head `head` and the rows begin .. end-1."""
         op, rows = self.op, self.plan.rows
         spec = Attention(op.heads, op.kv_heads, op.d, op.m)
         most = -(-self.tile * op.group // rows) * rows
@@ -84,7 +88,8 @@ class _Work(NamedTuple):
     def _emit_run(
         self, softmax: Softmax, buffers, head: Expr, row: Expr, tokens: Expr, first: Expr, last: Expr
     ) -> None:
-        """The rows row .. row+tokens-1, which are of the segment of the rows first .. last-1."""
+        """Emits a run: the rows row .. row+tokens-1, whose segment has the rows first .. last-1. buffers: scratch for
+        queries, keys and values."""
         op, isa, group, block_rows = self.op, self.isa, self.op.group, self.plan.rows
         (queries, keys, values), n, scores = buffers, self.step, softmax.scores
         count = opaque(T.max(tokens, T.int32(1)) * group)
@@ -138,7 +143,7 @@ class _Work(NamedTuple):
                 store(self.Y, softmax.out[r, at(c * n, n)] * splat(inverse, n), row + r // group, column)
 
     def _seen(self, row: Expr, first: Expr, last: Expr) -> KeyRange:
-        """The keys that a row of that segment sees."""
+        """The keys to which a row attends. Its segment has the rows first .. last-1."""
         window = self.op.window
         low = T.max(first, row - window) if window else first
         high = last - 1
@@ -149,7 +154,8 @@ class _Work(NamedTuple):
         return KeyRange(opaque(low), opaque(high))
 
     def _emit_load(self, keys: Buffer, values: Buffer, head: Expr, key0: Expr, needed: Expr) -> None:
-        """Keys key0 .. key0+needed-1, transposed, and their values. Vectors that have more repeat the last one."""
+        """Copies the keys key0 .. key0+needed-1, transposed, and their values to scratch buffers. The rest of the last
+        vector repeats the last key."""
         n, d = self.step, self.op.d
         with T.serial((needed + n - 1) // n) as part, T.serial(d // n) as c:
             column = opaque(head * d + c * n)
@@ -162,8 +168,8 @@ class _Work(NamedTuple):
 
 @registry.builds(Activate)
 def activate(op: Activate, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X float32 [m, k], then A, S in tiles if `layout` says so, else Y). ValueError unless 32
-    divides k."""
+    """Kernel (state int32[4], X float32 [m, k], then A, S in tiles if `layout`, else Y float32 [m, k]). Raises
+    ValueError unless k is a multiple of 32."""
     if op.k % QUANT:
         raise ValueError(f"an activation of {op.k} columns: they must be a multiple of {QUANT}")
     with kernel(name) as (builder, state):
@@ -179,7 +185,8 @@ def activate(op: Activate, arch: Arch, name: str, plan: None = None) -> tirx.Pri
 
 @registry.builds(Pool)
 def pool(op: Pool, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], pooled int32 [m, 2], X, Y float32 [m, k]). ValueError unless 16 divides k."""
+    """Kernel (state int32[4], pooled int32 [m, 2], X, Y float32 [m, k]). Raises ValueError unless k is a multiple of
+    16."""
     if op.k % LANES:
         raise ValueError(f"rows of {op.k} columns: they must be a multiple of {LANES}")
     with kernel(name) as (builder, state):

@@ -1,10 +1,11 @@
-"""Attention of a chunk of rows against the cache: blocked, with online softmax ("flash attention"), for x86 CPUs. The
-caches already hold the chunk's own keys and values.
+"""Attention of a chunk of rows of one sequence, on CPUs: blocked, with online softmax ("flash attention"). The cache
+already holds the keys and values of the chunk.
 
-A task is one KV head and a tile of the chunk's tokens; its queries are those of the tile's tokens and of the group's
-heads. For each block of 64 keys it goes through its queries in register blocks of a few queries by as many vectors as
-fit: scores, softmax, outputs; meanwhile it prefetches the next block. Blocks of keys that no query of a register block
-sees are skipped. Tasks of later tiles see more keys, so the tasks are interleaved over the threads, the longest first.
+A task is one KV head and a tile of the chunk's tokens. Its queries are those of the tile's tokens, for all query heads
+of the KV head. For each block of 64 keys it computes scores, softmax and outputs of its queries, in register blocks of
+a few queries by as many vectors of keys as there are registers, and prefetches the next block meanwhile. It skips
+blocks to which no query of a register block attends. Tasks of later tiles have more keys, so tasks are interleaved over
+the threads, the longest first.
 """
 
 import math
@@ -25,17 +26,17 @@ from mlc_amd.schedules.tir import Expr
 
 @dataclass(frozen=True)
 class Plan:
-    """How a chunk's attention is divided into tasks and register blocks. No plan changes the order of additions.
+    """The plan of attention of a chunk. No plan changes the order of additions.
 
-    rows             queries of a register block
-    blocks_per_pass  register blocks that go through scores, then softmax, then outputs in one pass: the operands of
-                     each stay in L1 meanwhile
-    registers        accumulators that are in registers at once
-    convert          1: keys and values are converted to float32 once for all queries; 0: in the products, where a
-                     processor converts beside multiplying
-    max_rows         queries of a task: many share the conversion and the traffic of keys and values
-    min_rows         queries of a task below which a short chunk is not divided further
-    tasks            tasks that a short chunk should make, for all threads to have work
+    rows             queries in a register block
+    blocks_per_pass  register blocks in a pass, which computes scores, then softmax, then outputs of all of them; their
+                     operands should stay in the L1 cache
+    registers        number of accumulators that are in registers at the same time
+    convert          1: keys and values are converted to float32 once for all queries; 0: in each product, for CPUs that
+                     convert and multiply in parallel
+    max_rows         largest number of queries in a task; many queries share the loads and conversions of keys
+    min_rows         a short chunk is not divided into tasks with fewer queries than this
+    tasks            number of tasks that a short chunk should have, so that all threads have work
     """
 
     rows: int
@@ -48,14 +49,14 @@ class Plan:
 
 
 def default_plan(isa: Isa) -> Plan:
-    """The plan that suits an instruction set; see arch.py for what differs."""
+    """The plan without tuning; arch.py has the values that depend on the instruction set."""
     return Plan(
         rows=isa.rows, blocks_per_pass=4, registers=isa.sums, convert=isa.convert, max_rows=192, min_rows=48, tasks=32
     )
 
 
 def choices(isa: Isa) -> dict[str, tuple[int, ...]]:
-    """Values of the plan's fields to try, by name."""
+    """The values of each field of the plan that tuning tries."""
     return {
         "rows": (2, 3, 4, 6, 8, 12),
         "blocks_per_pass": (1, 4),
@@ -68,15 +69,15 @@ def choices(isa: Isa) -> dict[str, tuple[int, ...]]:
 
 
 def tile_tokens(plan: Plan, m: int, group: int, kv_heads: int) -> int:
-    """Tokens of a task, whose queries fill register blocks."""
+    """The number of tokens of a task. Its queries fill whole register blocks."""
     fewest, most = (max(1, rows // group) for rows in (plan.min_rows, plan.max_rows))
     multiple = plan.rows // math.gcd(plan.rows, group)
     return min(m, -(-min(most, max(fewest, m * kv_heads // plan.tasks)) // multiple) * multiple)
 
 
 class _Task(NamedTuple):
-    """One KV head and the `tokens` live rows of the step from row `token0` on, of at most `tile`. chunk0: the number of
-    the first of them in its chunk."""
+    """A task: KV head `kv`, and `tokens` live rows from row `token0` of the step on; at most `tile` rows. chunk0: the
+    number of the first row within the chunk."""
 
     kv: Expr
     token0: Expr
@@ -86,7 +87,8 @@ class _Task(NamedTuple):
 
 
 class _Operands:
-    """A block's keys and values as float32 vectors, converted when it is loaded or when they are."""
+    """The keys and values of a block as float32 vectors. With plan.convert they are converted once, by `load`,
+    otherwise whenever `keys` and `values` are called."""
 
     def __init__(self, isa: Isa, plan: Plan, spec: Attention):
         self.lanes, self.width = isa.lanes, spec.width
@@ -94,7 +96,7 @@ class _Operands:
         self.converted = [scratch(self.width, BLOCK), scratch(BLOCK, self.width)] if convert else None
 
     def load(self, block: CacheBlock) -> None:
-        """Goes on to a CacheBlock."""
+        """Makes a CacheBlock the current block."""
         self.block = block
         block.prepare()
         if not self.converted:
@@ -107,20 +109,21 @@ class _Operands:
             store(values, block.load_value(key, i * LANES, LANES), key, at(i * LANES))
 
     def keys(self, c: Expr, key: Expr) -> Expr:
-        """Element c of the keys key .. key+lanes-1."""
+        """Element c of the keys key .. key+lanes-1 of the current block, a vector."""
         if self.converted:
             return T.Bind(self.converted[0][c, at(key, self.lanes)])
         return self.block.load_keys(c, key, self.lanes)
 
     def values(self, key: Expr, c: Expr) -> Expr:
-        """Elements c .. c+lanes-1 of a value."""
+        """Elements c .. c+lanes-1 of a value of the current block, a vector."""
         if self.converted:
             return T.Bind(self.converted[1][key, at(c, self.lanes)])
         return self.block.load_value(key, c, self.lanes)
 
 
 def _emit_results(step: Step, task: _Task, joined: Joined) -> None:
-    """Divides each query's output by its total and stores it as row token0 + r // group, head kv*group + r % group."""
+    """Divides the output of each query r by its total, and stores it as that of row token0 + r // group and head
+    kv*group + r % group."""
     output, group, out, done = step.output, step.spec.group, joined.outs, 0
     head0, p = task.kv * group, output.p
     if output.quantized and task.tile % p == 0:
@@ -135,7 +138,7 @@ def _emit_results(step: Step, task: _Task, joined: Joined) -> None:
 
 
 def _emit_output_tiles(step: Step, task: _Task, joined: Joined, head0: Expr, tiles: Expr) -> None:
-    """The results of `tiles` full tiles of output.p tokens as int8 blocks."""
+    """Stores the results of `tiles` full tiles of output.p tokens as int8 blocks."""
     p, group, blocks, out = step.output.p, step.spec.group, step.spec.value_d // QUANT, joined.outs
     inverses = registers(p)
     with T.serial(tiles) as t, T.serial(group) as g:
@@ -152,19 +155,19 @@ def _emit_output_tiles(step: Step, task: _Task, joined: Joined, head0: Expr, til
 
 
 def _emit_task(step: Step, plan: Plan, step_rows: Rows, task: _Task) -> None:
-    """One task; step_rows: the Rows of the step."""
+    """Emits a task. step_rows: the Rows of the chunk."""
     spec, isa, sinks = step.spec, step.isa, step.sinks
     block_rows, group, width = plan.rows, spec.group, spec.value_width
     multiple = math.lcm(block_rows, LANES)
     padded = -(-task.tile * group // multiple) * multiple
     queries, out, operands = scratch(padded, spec.width), scratch(padded, width), _Operands(isa, plan, spec)
-    top, total = scratch(padded), scratch(padded, isa.lanes)  # of the span
+    top, total = scratch(padded), scratch(padded, isa.lanes)  # results of a span
     joined = Joined(scratch(padded), scratch(padded), scratch(padded, width))
     pass_rows = plan.blocks_per_pass * block_rows
-    scores, shrink = scratch(pass_rows, BLOCK), registers(pass_rows)  # scratch memory is aligned, the stack is not
+    scores, shrink = scratch(pass_rows, BLOCK), registers(pass_rows)  # scores in `scratch`, which is aligned
     softmax = Softmax(spec, isa, plan.registers, top, total, out, scores, shrink)
     count = opaque(task.tokens * group)
-    with T.serial(count) as r, T.serial(spec.width // LANES) as i:  # contiguous, in order of tokens
+    with T.serial(count) as r, T.serial(spec.width // LANES) as i:  # copies the queries to a contiguous buffer
         store(queries, step.Q[task.token0 + r // group, task.kv * group + r % group, at(i * LANES)], r, at(i * LANES))
     joined.emit_start(padded, None if sinks is None else lambda r: sinks[task.kv * group + r % group])
     rows = step_rows.tile(task.chunk0)
@@ -178,7 +181,7 @@ def _emit_task(step: Step, plan: Plan, step_rows: Rows, task: _Task) -> None:
             key0 = opaque((begin + block) * BLOCK)
             operands.load(step.cache.block(task.kv, rows.slot, begin + block))
             following = step.cache.block(task.kv, rows.slot, begin + block + 1)
-            # Register blocks before `skip`, and those after `left` more, see nothing of this block.
+            # Only the `left` register blocks from `skip` on have queries that attend to keys of this block.
             skip = opaque(rows.first_row(key0) * group // block_rows)
             end = T.min(rows.end_row(key0) * group, count) if spec.span else count
             left = opaque((end + block_rows - 1) // block_rows - skip)
@@ -215,7 +218,8 @@ def _emit_task(step: Step, plan: Plan, step_rows: Rows, task: _Task) -> None:
 
 
 def emit_attention(step: Step, plan: Plan, after_single: bool) -> None:
-    """The part of `attention.attention` for a chunk: all live rows or, with after_single, those from state[0] on."""
+    """Emits the part of the kernel of attention.py for a chunk: all live rows, or with after_single those from state[0]
+    on."""
     spec, m = step.spec, step.m
     tile = tile_tokens(plan, m, spec.group, spec.kv_heads)
     first, live = T.int32(0), live_rows(step.state, m)

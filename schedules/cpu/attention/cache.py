@@ -1,30 +1,33 @@
-"""The KV cache on the CPU: its layout in memory, and the keys that a row attends to.
+"""The KV cache on the CPU: its layout in memory, and which keys a row attends to. Only this module knows both.
 
-No other module knows either. The cache is made of pages of 64 consecutive keys of one sequence, which kernels address
-as blocks (`CacheBlock`):
+The cache consists of pages of 64 consecutive keys of one sequence, which kernels access as blocks (`CacheBlock`):
 
-    Kc float16 [pages, kv_heads, 4, width, 16]   16 keys interleaved: a vector holds one element of each of up to 16
+    Kc float16 [pages, kv_heads, 4, width, 16]   16 keys are interleaved: a vector holds one element of up to 16 keys
     Vc float16 [pages, kv_heads, 64, width]      a vector holds consecutive elements of one value
 
-In latent attention there is one array, Kc float16 [pages, 1, 64, width], as Vc: its leading columns are the values.
+In latent attention there is only Kc float16 [pages, 1, 64, width], in the layout of Vc. Its leading columns are the
+values.
 
-width is d rounded up to whole vectors (`Attention.width`). The padding is never written; keys' is not read either. The
-number of pages is the runtime's choice: kernels declare some number and never use it.
+width is d rounded up to whole vectors (`Attention.width`). The padding is never written; that of keys is not read. The
+runtime chooses the number of pages: kernels declare some number and do not use it.
 
-A quantized cache (`Attention.quantized`) has codes instead, int8 of these shapes, or 4 bits, of which a byte has those
-of columns c (the lower ones) and c + 16 of a block of KV_BLOCK, that of the lowest code being 0:
+A quantized cache (`Attention.quantized`) holds codes instead. 8-bit codes are int8, in the same shapes. 4-bit codes are
+unsigned, 0 for the lowest code. A byte has the codes of column c (lower half) and of column c + 16 of a block of
+KV_BLOCK columns:
 
     Kc uint8 [pages, kv_heads, 4, d/2, 16]       Vc uint8 [pages, kv_heads, 64, d/2]
 
-and for each block the scales of a page's keys or values (in latent attention of the keys):
+The scale of each block of columns is in (latent attention has only Ks):
 
     Ks, Vs float16 [pages, kv_heads, d/32, 64]
 
-What is loaded of it is code * scale, which float32 holds exactly (8 bits by 11), so kernels differ in nothing else.
+A loaded element is code * scale, which is exact in float32 (8 and 11 significant bits). So kernels for a quantized
+cache differ only in their loads.
 
-A row of a step has a position in its sequence and a slot: `rows` int32 [m, 2]. `pages` int32 [SLOTS, ctx/64] says which
-page has the keys of a slot's block of 64 positions. A row attends to the keys up to its own, with a window or chunks to
-the last ones of these (`visible_keys`). Masks go by position: a page has older keys in places that are not written yet.
+`rows` int32 [m, 2] has the position of each row in its sequence, and its slot. `pages` int32 [SLOTS, ctx/64] has the
+number of the page for each slot and block of 64 positions. A row attends to the keys up to its own position; with a
+window or chunks, only to the last of these (`visible_keys`). Masks depend on positions, because places of a page that
+are not written yet hold old keys.
 """
 
 import math
@@ -54,15 +57,15 @@ from mlc_amd.schedules.cpu.base.vector import (
 from mlc_amd.schedules.operators.attention import KV_BLOCK, PAGE, SLOTS, Attention, check_quantized
 from mlc_amd.schedules.tir import Buffer, Expr
 
-BLOCK = PAGE  # keys of a block
-_TILE = 16  # keys that are interleaved in Kc
-_HEAD = 8  # columns: head sizes are multiples
-_NAMES = {"k": "Kc", "v": "Vc", "ks": "Ks", "vs": "Vs"}  # parameters
+BLOCK = PAGE  # keys in a block
+_TILE = 16  # number of keys that are interleaved in Kc
+_HEAD = 8  # the number of columns of a head must be a multiple of this
+_NAMES = {"k": "Kc", "v": "Vc", "ks": "Ks", "vs": "Vs"}  # names of `Attention.cache` to names of kernels' parameters
 
 
 def cache_types(spec: Attention) -> dict[str, tuple[tuple[int, ...], str]]:
-    """{name: (shape, dtype)} of the cache of an `Attention` layer (names: `Attention.cache`), with pages for one
-    sequence. UserError unless 64 divides its positions and 8 divides d, which the attention kernels require, or for
+    """Name (see `Attention.cache`) to (shape, dtype) of each tensor of a layer's cache, with pages for one sequence.
+    Raises UserError unless ctx is a multiple of 64 and d a multiple of 8, which attention kernels require, and for
     heads that `check_quantized` refuses."""
     kv_heads, pages, width = spec.kv_heads, spec.blocks, spec.width
     if spec.ctx % BLOCK or spec.d % _HEAD:
@@ -83,7 +86,7 @@ def cache_types(spec: Attention) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 class RowTable:
-    """The parameter `rows` of a step of m rows: where each is in its sequence, and which sequence that is."""
+    """The parameter `rows` of a step of m rows: the position and the slot of each row."""
 
     def __init__(self, m: int):
         self.buffer = T.arg("rows", T.buffer((m, 2), "int32"))
@@ -93,28 +96,28 @@ class RowTable:
         return self.buffer[row, 0]
 
     def clamped(self, row: Expr, ctx: int) -> Expr:
-        """The same, or the nearest position of a sequence of ctx tokens."""
+        """The position of a row, clamped to 0 .. ctx-1."""
         return T.max(T.min(self.position(row), T.int32(ctx - 1)), T.int32(0))
 
     def slot(self, row: Expr) -> Expr:
-        """The row's sequence, clamped to those that page tables have."""
+        """The slot of a row, clamped to 0 .. SLOTS-1."""
         return T.max(T.min(self.buffer[row, 1], T.int32(SLOTS - 1)), T.int32(0))
 
 
 def is_position(spec: Attention, position: Expr) -> Expr:
-    """A condition: rows of an `Attention` layer may have that position."""
+    """A condition: the position is one of 0 .. ctx-1."""
     return tirx.all(position >= 0, position < spec.ctx)
 
 
 class KeyRange(NamedTuple):
-    """The keys from `first` to `last`, both included; None: no bound."""
+    """The keys from `first` to `last`, both inclusive; None: no bound."""
 
     first: Expr = None
     last: Expr = None
 
     def select(self, key: Expr, x: Expr, other: float, lanes: int) -> Expr:
-        """The vector `x`, which belongs to the keys key, key+1, .., and the number `other` for keys out of range. To be
-        used unbound: TVM 0.27 cannot bind a vector of booleans, so the comparison must stay in its expression."""
+        """The vector `x`, whose lanes belong to the keys key, key+1, .., with `other` in the lanes of keys out of
+        range. The result must not be bound: TVM 0.27 cannot bind a vector of booleans."""
         if self.first is not None:
             x = T.Select(at(key, lanes) >= splat(self.first, lanes), x, f32(other, lanes))
         if self.last is not None:
@@ -123,16 +126,15 @@ class KeyRange(NamedTuple):
 
 
 def visible_keys(spec: Attention, position: Expr) -> KeyRange:
-    """The KeyRange that a row of an `Attention` layer at `position` attends to. `first` may be negative."""
+    """The KeyRange to which a row at `position` attends. `first` may be negative."""
     if spec.chunk:
         return KeyRange(T.Bind(position - T.truncmod(position, T.int32(spec.chunk))), position)
     return KeyRange(position - (spec.window - 1) if spec.window else None, position)
 
 
 class Rows(NamedTuple):
-    """Consecutive rows of the sequence in a slot and of the `Attention` layer `spec`, the first of which stands at
-    `start`. image: the last position of the image that they begin with, whose keys they all see; None: there is
-    none."""
+    """Consecutive rows of the sequence in a slot. start: position of the first row. spec: the layer. image: the rows
+    begin with an image, and all of them attend to its keys up to this position; None: they do not."""
 
     start: Expr
     slot: Expr
@@ -148,7 +150,7 @@ class Rows(NamedTuple):
         return self._replace(start=opaque(self.position(row)))
 
     def last(self, row: Expr) -> Expr:
-        """The position of the last key that row `row` sees."""
+        """The position of the last key that row `row` attends to."""
         return self.position(row) if self.image is None else T.max(self.position(row), self.image)
 
     def visible(self, row: Expr) -> KeyRange:
@@ -157,36 +159,38 @@ class Rows(NamedTuple):
         return seen if self.image is None else seen._replace(last=T.max(seen.last, self.image))
 
     def first_block(self) -> Expr:
-        """The first block with a key that any row sees: the int 0 if rows see all keys, else bound to a register."""
+        """The first block with a key that any row attends to: the int 0 for a layer without window or chunks, otherwise
+        an expression in a register."""
         first = visible_keys(self.spec, self.start).first
         return 0 if first is None else T.Bind(T.max(first, T.int32(0)) // BLOCK)
 
     def first_row(self, key0: Expr) -> Expr:
-        """The first row that sees key0 or a later key."""
+        """The first row that attends to key0 or a later key."""
         first = T.max(key0 - self.start, T.int32(0))
         return first if self.image is None else T.Select(key0 <= self.image, T.int32(0), first)
 
     def end_row(self, key0: Expr) -> Expr:
-        """The first row that sees keys after key0 .. key0+63 only, as do the rows after it. For rows that do not see
-        all keys."""
+        """The first row that attends only to keys after key0+63; later rows do so, too. For layers with a window or
+        chunks."""
         if chunk := self.spec.chunk:
             return (T.truncdiv(key0 + (BLOCK - 1), T.int32(chunk)) + 1) * chunk - self.start
         return key0 + (BLOCK - 1 + self.spec.window) - self.start
 
     def keys_in_block(self, row: Expr, key0: Expr) -> Expr:
-        """How many leading keys of the block key0 .. key0+63 contain all that row `row` and the rows before it see."""
+        """The number of first keys of the block key0 .. key0+63 that include all keys that rows up to `row` attend
+        to."""
         return T.min(self.last(row) - key0 + 1, T.int32(BLOCK))
 
     def see_block(self, first: Expr, last: Expr, key0: Expr) -> Expr:
-        """A condition: the rows first .. last see all of the keys key0 .. key0+63."""
+        """A condition: the rows first .. last attend to all of the keys key0 .. key0+63."""
         causal = self.last(first) >= key0 + (BLOCK - 1)
         oldest = visible_keys(self.spec, self.position(last)).first
         return causal if oldest is None else tirx.all(causal, oldest <= key0)
 
 
 class Cache:
-    """The cache of an `Attention` layer in a kernel. `declare_pages` declares the parameter pages; Kc, Vc and their
-    scales follow where `declare` is called."""
+    """The cache of a layer in a kernel. `declare_pages` declares the parameter pages; `declare` declares Kc, Vc and
+    their scales."""
 
     def __init__(self, spec: Attention, isa: Isa):
         self.spec, self.width, self.isa = spec, spec.width, isa
@@ -203,16 +207,17 @@ class Cache:
         self.scales = [found[which] for which in ("ks", "vs") if which in found]
 
     def page(self, slot: Expr, block: Expr) -> Expr:
-        """The page of a slot's block, in a register. Blocks after the last one are clamped: they may be prefetched."""
+        """The page of a slot's block, in a register. The block is clamped to those of a sequence, because prefetches
+        may be after the last one."""
         return opaque(self.pages[slot, T.min(block, T.int32(self.spec.blocks - 1))])
 
     def place(self, slot: Expr, position: Expr) -> tuple[Expr, Expr]:
-        """(page, key in the page) of a position."""
+        """(page, number of the key in the page) of a position."""
         return self.page(slot, position // BLOCK), T.Bind(position % BLOCK)
 
     def key_writer(self, head, place):
-        """`with key_writer(head, place) as write:` write(e, n, y) stores elements e .. e+n-1 of the key in a `place`, a
-        float32 vector of n lanes; all elements are to be written."""
+        """`with key_writer(head, place) as write`: the key at a `place`. write(e, n, y) stores y, a float32 vector of n
+        lanes, as its elements e .. e+n-1. The block must write all elements."""
         if self.spec.values:
             return self.value_writer(head, place)
         page, key = place
@@ -226,7 +231,7 @@ class Cache:
         return self._writer(write, 0, head, place)
 
     def value_writer(self, head, place):
-        """The same of the value."""
+        """`key_writer` for the value at a `place`."""
         page, key = place
 
         def write(e, n, x):
@@ -236,8 +241,9 @@ class Cache:
 
     @contextmanager
     def _writer(self, write, which, head, place):
-        """`write`, or, of a quantized cache, what calls it with the codes of a head when all of this is there. which: 0
-        for keys, 1 for values."""
+        """A context manager for `key_writer` and `value_writer`, which yields a function like `write`. For a quantized
+        cache, this function collects the elements of the head; afterwards they are quantized, and `write` gets the
+        codes. which: 0 for keys, 1 for values."""
         codes, d = self.codes[which], self.spec.d
         if codes is None:
             yield write
@@ -259,12 +265,12 @@ class Cache:
                 write(block * LANES, LANES, cache_codes.halves_of_bytes(steps, codes))
 
     def block(self, kv: Expr, slot: Expr, number: Expr) -> "CacheBlock":
-        """The CacheBlock number `number` of a slot's KV head, all keys of which may be read."""
+        """The CacheBlock `number` of a slot's KV head. All its keys may be read."""
         return CacheBlock(self, kv, self.page(slot, number), T.Bind(number * BLOCK), None)
 
     def block_until(self, kv: Expr, slot: Expr, number: Expr, last: Expr) -> "CacheBlock":
-        """The CacheBlock `number` of a slot's KV head, of which keys after `last` are not to be read; its first one
-        is."""
+        """The CacheBlock `number` of a slot's KV head. Keys after position `last` must not be read; the block's first
+        key is not after it."""
         key0 = T.Bind(number * BLOCK)
         live = opaque(T.max(T.min(last - key0 + 1, T.int32(BLOCK)), T.int32(1)))
         return CacheBlock(self, kv, self.page(slot, number), key0, live)
@@ -273,8 +279,8 @@ class Cache:
 class CacheBlock:
     """64 consecutive keys and values of a KV head, from position key0 on, in one page.
 
-    live: how many of them, 1 .. 64, may be read, an expression; None: all. Loads of keys then need `clamp_to` first.
-    Loads need `prepare` first.
+    live: the number of first keys that may be read, 1 .. 64, an expression; None: all. Before any load, call `prepare`.
+    If `live` is not None, also call `clamp_to` before loads of keys.
     """
 
     def __init__(self, cache: Cache, kv: Expr, page: Expr, key0: Expr, live: Expr):
@@ -282,8 +288,9 @@ class CacheBlock:
         self._scales, self._turned = [], None
 
     def prepare(self) -> None:
-        """Makes what all products share: of a latent cache the keys as float32 with those of a column side by side; of
-        a quantized one its scales. Those of keys that are not to be read are converted, too, and not used."""
+        """Emits the work that all products of the block share. Latent attention: converts the keys to float32, and
+        transposes them. Quantized cache: converts the scales. Keys that must not be read are converted too, but not
+        used."""
         blocks = self.cache.spec.d // KV_BLOCK
         self._scales = [registers(blocks, BLOCK) for _ in self.cache.scales]
         for target, source in zip(self._scales, self.cache.scales, strict=True):
@@ -303,8 +310,8 @@ class CacheBlock:
                 store(self._turned, T.Shuffle([x], [T.int32(lane)]), i * LANES + lane, key)
 
     def clamp_to(self, last: Expr) -> None:
-        """Makes `load_keys` give the keys around `last` wherever keys after it are asked for; of a latent cache it
-        gives anything there."""
+        """From now on, `load_keys` loads the vector of keys with `last` instead of vectors after it. In latent
+        attention vectors after it may have any values instead."""
         if self._turned is not None:
             return
         self._tiles = registers(BLOCK // _TILE, kind="int32")
@@ -313,7 +320,7 @@ class CacheBlock:
             store(self._tiles, near // _TILE, i)
 
     def load_keys(self, c: Expr, key: Expr, n: int) -> Expr:
-        """Element c of n keys from the block's key `key` on, as float32; n divides 16 and key."""
+        """Element c of n keys, from key `key` of the block on, as float32. n divides 16 and key."""
         if self._turned is not None:
             return T.Bind(self._turned[c, at(key, n)])
         tile = key // _TILE if self._tiles is None else self._tiles[key // _TILE]
@@ -325,7 +332,7 @@ class CacheBlock:
         return T.Bind(cache_codes.number(stored, codes, half, n) * scales)
 
     def load_value(self, key: Expr, c: Expr, n: int) -> Expr:
-        """Elements c .. c+n-1 of the value of the block's key `key`, as float32."""
+        """Elements c .. c+n-1 of the value of key `key` of the block, as float32."""
         codes, (column, half) = self.cache.codes[1], self._column(c, 1)
         stored = self.cache.V[self.page, self.kv, key, at(column, n)]
         if codes is None:
@@ -333,16 +340,17 @@ class CacheBlock:
         return T.Bind(cache_codes.number(stored, codes, half, n) * splat(self._scales[-1][c // KV_BLOCK, key], n))
 
     def _column(self, c: Expr, which: int) -> tuple[Expr, Expr]:
-        """(column of Kc or Vc that has column c, whether its upper half does)."""
+        """(column of Kc or Vc that holds column c, whether it is in the upper halves of bytes). which: 0 for keys, 1
+        for values."""
         codes = self.cache.codes[which]
         if codes is None or codes.bits == 8:
             return c, 0
         return c // KV_BLOCK * LANES + c % LANES, c // LANES % 2
 
     def prefetch_keys(self, part: Expr, locality: int) -> None:
-        """Prefetches part `part` of `width` equal parts of the live keys, in the order of their addresses: the hardware
-        sees one stream, while the loads alternate between four tiles. Those of a latent cache are prefetched as
-        values."""
+        """Prefetches part `part` of `width` equal parts of the live keys, in the order of their addresses: one stream
+        for the hardware, although loads alternate between four tiles. In latent attention `prefetch_value` prefetches
+        keys instead."""
         if self.cache.spec.values:
             return
         width, size = int(self.cache.K.shape[3]), _line(self.cache.K)
@@ -352,12 +360,12 @@ class CacheBlock:
             prefetch(self.cache.K, self.page, self.kv, 0, 0, place, locality=locality)
 
     def prefetch_value(self, key: Expr, locality: int) -> None:
-        """Prefetches the value of the block's key `key`, or of its last live one if that comes before."""
+        """Prefetches the value of key `key` of the block, or of the last live key if that is before it."""
         for c in range(0, int(self.cache.V.shape[3]), _line(self.cache.V)):
             prefetch(self.cache.V, self.page, self.kv, T.min(key, self.live - 1), c, locality=locality)
 
     def prefetch_part(self, part: Expr, parts: int, locality: int) -> None:
-        """Prefetches part `part` of `parts` equal parts (an int) of all keys and values."""
+        """Prefetches part `part` of `parts` equal parts of all keys and values. parts: an int."""
         for buffer in {id(buffer): buffer for buffer in (self.cache.K, self.cache.V)}.values():
             elements, line = math.prod(int(size) for size in buffer.shape[2:]), _line(buffer)
             lines = -(-elements // (line * parts))
@@ -367,5 +375,5 @@ class CacheBlock:
 
 
 def _line(buffer: Buffer) -> int:
-    """Elements of a cache line."""
+    """Elements in a cache line."""
     return LINE // cache_codes.BYTES[str(buffer.dtype)]

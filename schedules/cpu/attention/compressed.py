@@ -1,4 +1,4 @@
-"""Attention to the last keys and to compressed ones on the CPU (schedules/operators/indexer.py)."""
+"""The kernel of `CompressedAttention` on the CPU (schedules/operators/indexer.py)."""
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
@@ -16,8 +16,8 @@ from mlc_amd.schedules.tir import Expr, declared
 
 @registry.builds(CompressedAttention)
 def compressed_attention(op: CompressedAttention, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows, pages, Q, K, [C, [Ids]], Sinks, Kc, [Cc], Y). A task has some heads of a row, which
-    share the keys that it gathers."""
+    """Kernel (state int32[4], rows, pages, Q, K, [C, [Ids]], Sinks, Kc, [Cc], Y). A task computes some heads of a row.
+    It copies each block of keys to a buffer, for all its heads."""
     of, isa, d, ratio = op.layer, arch.isa, op.layer.d, op.ratio
     heads = largest_divisor(MAX_HEADS, of.heads)
     parts = of.heads // heads

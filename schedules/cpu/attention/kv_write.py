@@ -1,10 +1,9 @@
-"""What comes between the projections of queries, keys and values and attention: rotary position embedding, and the new
-keys and values into the cache.
+"""The kernels `rope_kv_write` and `latent_kv_write` on the CPU, between the projections and attention: head norms,
+rotary position embedding (RoPE), and the write of new keys and values to the cache.
 
-Models differ in what `schedules.operators.attention.Rope` describes: which elements of a head form a pair, how many of
-them rotate (the rest passes through), and which heads are normalized, before or after that. In latent attention
-(`schedules.operators.attention.Attention`) there are the queries' columns for the latent and those that rotate, the
-key's latent before its norm and its rotating columns.
+`schedules.operators.attention.Rope` describes the differences between models: which elements of a head form a pair, how
+many elements rotate (the others are unchanged), which heads are normalized, and whether before or after the rotation.
+schedules/kv_writes.py describes the inputs.
 """
 
 import math
@@ -24,17 +23,17 @@ from mlc_amd.schedules.operators import LatentKvWrite, RopeKvWrite
 from mlc_amd.schedules.operators.attention import Rope
 from mlc_amd.schedules.tir import Buffer, Expr
 
-Load = Callable[[Expr, int], Expr]  # load(e, n): elements e .. e+n-1 of a head
-Head = Iterator[tuple[int, int, Expr]]  # (first element, lanes, value) for a whole head
+Load = Callable[[Expr, int], Expr]  # load(e, n): elements e .. e+n-1 of a head, a float32 vector
+Head = Iterator[tuple[int, int, Expr]]  # all elements of a head as vectors: (first element, lanes, vector)
 
 
 def _lanes(*sizes: int) -> int:
-    """Lanes of the longest vector whose length divides all sizes."""
+    """The lanes of the longest vector whose length divides all sizes."""
     return math.gcd(LANES, *sizes)
 
 
 class Rotation:
-    """Rotates heads by one row of cosines and sines, which it holds in the order of a head's elements."""
+    """Rotates heads by the cosines and sines in a row of CS, which it copies in the order of a head's elements."""
 
     def __init__(self, CS: Buffer | None, row: Expr, d: int, rope: Rope):
         self.d, self.half, self.neox = d, rope.rotary // 2, rope.neox
@@ -62,12 +61,12 @@ class Rotation:
 
 
 def loader(X: Buffer, row: Expr, head: Expr, d: int) -> Load:
-    """Loads a row's head of X."""
+    """A Load of a head of a row of X."""
     return lambda e, n: X[row, at(head * d + e, n)]
 
 
 def normalized(load: Load, d: int, eps: float, weight: Buffer | None = None) -> Load:
-    """The elements of a head divided by its root mean square, times the weight if there is one."""
+    """A Load of the RMS norm of a head, multiplied by the weight if there is one."""
     lanes = _lanes(d)
     squares = f32(0.0, lanes)
     for e in range(0, d, lanes):
@@ -86,7 +85,7 @@ def vectors(load: Load, d: int) -> Head:
 
 
 def _rotated(rotation: Rotation, load: Load, d: int, rope: Rope, weight: Buffer | None) -> Head:
-    """A head of q or k, normalized by `weight` (None: not) and rotated."""
+    """A head of q or k, normalized with `weight` (None: not) and rotated, in the order of rope.norm_after."""
     if weight is None or rope.eps is None:
         return rotation.vectors(load)
     if not rope.norm_after:
@@ -98,7 +97,7 @@ def _rotated(rotation: Rotation, load: Load, d: int, rope: Rope, weight: Buffer 
 
 
 def multiplied(head: Head, d: int, size: int) -> Head:
-    """A head of d columns times Hadamard matrices of that size; 0: as it is."""
+    """A head of d columns, with each block of `size` columns multiplied by a Hadamard matrix; size 0: unchanged."""
     if not size:
         yield from head
         return
@@ -111,12 +110,12 @@ def multiplied(head: Head, d: int, size: int) -> Head:
 
 @registry.builds(RopeKvWrite)
 def rope_kv_write(op: RopeKvWrite, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows int32 [m, 2], pages as in `cache.py`, those of `rope_args`, Kc, Vc and, if
-    spec.quantized, Ks, Vs as in `cache.py` (in place), Qo float32 [m, heads, width], which is scaled by
-    spec.query_scale and whose padding is not written); without rope.writes no pages and no cache.
+    """Kernel (state int32[4], rows int32 [m, 2], pages as in cache.py, the parameters of `rope_args`, Kc, Vc, Ks, Vs as
+    in cache.py (in place), Qo float32 [m, heads, width]). Qo is multiplied by layer.query_scale; its padding is not
+    written. Without rope.writes there are no pages and no cache.
 
-    Rows that are not live, or have no place in the cache, write nothing. UserError for shapes that `cache_types` or
-    `rope_args` refuses.
+    Rows that are not live, or whose position is not in the cache, write nothing. Raises UserError for shapes that
+    `cache_types` or `rope_args` refuses.
     """
     spec, rope, m = op.layer, op.rope, op.m
     d = spec.d
@@ -153,16 +152,16 @@ def rope_kv_write(op: RopeKvWrite, arch: Arch, name: str, plan: None = None) -> 
 
 @registry.builds(LatentKvWrite)
 def latent_kv_write(op: LatentKvWrite, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows int32 [m, 2], pages and Kc as in `cache.py`, those of `latent_args` before Kc (in
-    place), Qo float32 [m, heads, width], scaled by spec.query_scale).
+    """Kernel (state int32[4], rows int32 [m, 2], pages as in cache.py, the parameters of `latent_args`, Kc as in
+    cache.py (in place), Qo float32 [m, heads, width]). Qo is multiplied by layer.query_scale.
 
-    Rows that are not live, or have no place in the cache, write nothing. UserError for shapes that `cache_types`
-    refuses, ValueError unless the key has values and others, of which all or none rotate.
+    Rows that are not live, or whose position is not in the cache, write nothing. Raises UserError for shapes that
+    `cache_types` refuses; ValueError without a norm, or unless all or none of a key's columns after its values rotate.
     """
     spec, rope, m = op.layer, op.rope, op.m
     heads, values, shared = spec.heads, spec.values, spec.d - spec.values
     if rope.rotary not in (0, shared) or rope.eps is None:
-        raise ValueError(f"keys of {spec.d} columns are not {values} normalized and {rope.rotary} rotating ones")
+        raise ValueError(f"latent keys need a norm (eps), and 0 or {shared} rotating columns, not {rope.rotary}")
     with kernel(name) as (builder, state):
         table, cache = RowTable(m), Cache(spec, arch.isa).declare_pages()
         Q, L, K, KN, CS = latent_args(op)

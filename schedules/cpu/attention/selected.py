@@ -1,8 +1,8 @@
-"""Sparse attention by an indexer on the CPU (schedules/operators/indexer.py): the choice of keys, and attention to
-them.
+"""The kernels of `SelectKeys` and `SelectedAttention` on the CPU (schedules/operators/indexer.py).
 
-Scores go block by block of 64 keys, which are transposed first: vectors hold a column of several keys. The largest are
-found bit by bit: how many scores are at least a number says its next bit.
+Scores are computed for blocks of 64 keys, which are transposed first, so that a vector holds one column of several
+keys. The smallest score that is still chosen is found bit by bit: a bit is set if enough scores are at least the number
+with this bit.
 """
 
 from collections.abc import Iterator
@@ -35,15 +35,15 @@ from mlc_amd.schedules.operators.attention import LOG2E, SLOTS, Attention
 from mlc_amd.schedules.operators.indexer import SelectedAttention, SelectKeys
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
-LOWEST = -(1 << 31)  # in the place of the scores of keys that a row does not see
-MOST = (1 << 31) - 1  # the same of blocks that are chosen in any case
-FAR = -1e30  # the same in attention
-MAX_HEADS = 16  # of a task
+LOWEST = -(1 << 31)  # replaces the scores of keys that a row does not attend to
+MOST = (1 << 31) - 1  # replaces the scores of blocks that are always chosen
+FAR = -1e30  # in attention, replaces the scores of keys that a row does not attend to
+MAX_HEADS = 16  # largest number of heads in a task
 
 
 @registry.builds(SelectKeys)
 def select_keys(op: SelectKeys, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows, pages, Q, [W], K, Ik, Ids)."""
+    """Kernel (state int32[4], rows, pages, Q, [W], K, Ik, Ids), with the shapes of `SelectKeys`."""
     blocks, columns = op.ctx // BLOCK, -(-op.blocks // LANES) * LANES
     with kernel(name) as (builder, state):
         rows, pages = RowTable(op.m), T.arg("pages", T.buffer((SLOTS, blocks), "int32"))
@@ -52,7 +52,7 @@ def select_keys(op: SelectKeys, arch: Arch, name: str, plan: None = None) -> tir
         live = live_rows(state, op.m)
         with each_new_key(rows, pages, live, op.ctx) as (row, page, last):
             store_key(Ik, K, row, page, last % BLOCK)
-        Order = T.alloc_buffer((op.m, op.sets, columns), "int32")  # of the scores
+        Order = T.alloc_buffer((op.m, op.sets, columns), "int32")  # `_order` of the scores
         if op.block == 1:
             with T.parallel(live * blocks) as task:
                 row, block = opaque(task // blocks), opaque(task % blocks)
@@ -73,7 +73,7 @@ def select_keys(op: SelectKeys, arch: Arch, name: str, plan: None = None) -> tir
 
 @contextmanager
 def each_new_key(rows: RowTable, pages: Buffer, live: Expr, ctx: int) -> Iterator[tuple[Expr, Expr, Expr]]:
-    """(row, page of its key, its position) of rows whose keys the cache has room for."""
+    """A loop over the live rows whose position is in the cache: (row, page of its key, position)."""
     with T.serial(live) as row:
         last = opaque(rows.clamped(row, ctx))
         with T.If(last == rows.position(row)), T.Then():
@@ -81,19 +81,19 @@ def each_new_key(rows: RowTable, pages: Buffer, live: Expr, ctx: int) -> Iterato
 
 
 def store_key(cache: Buffer, K: Buffer, row: Expr, page: Expr, place: Expr) -> None:
-    """Stores a row's key, float32 of K, in a cache float16 [pages, places, d]."""
+    """Stores the row's key, float32 in K, at [page, place] of a cache float16 [pages, places, d]."""
     with T.serial(int(cache.shape[2]) // LANES) as c:
         store(cache, T.cast(K[row, at(c * LANES)], "float16x16"), page, place, at(c * LANES))
 
 
 def _order(scores: Expr, n: int) -> Expr:
-    """n int32 that are larger where the float32 scores are."""
+    """n int32 numbers in the same order as the n float32 scores."""
     bits = T.Bind(T.reinterpret(dtype("int32", n), scores))
     return T.Select(bits < i32(0, n), bits ^ i32(MOST, n), bits)
 
 
 def _score_keys(op: SelectKeys, arch: Arch, buffers, pages, last: Expr, place: tuple[Expr, Expr]) -> None:
-    """The scores of a block of the cache. place: (row, number of the block)."""
+    """Stores the scores of the positions in a block of 64 (block = 1). place: (row, number of the block of 64)."""
     (Q, W, Ik, Order), (table, slot), (row, block) = buffers, pages, place
     with T.If(block * BLOCK <= last), T.Then():
         page, turned = opaque(table[slot, block]), T.alloc_buffer((op.d, BLOCK), "float32")
@@ -122,7 +122,7 @@ def _score_keys(op: SelectKeys, arch: Arch, buffers, pages, last: Expr, place: t
 
 
 def _score_block(op: SelectKeys, arch: Arch, buffers, pages, last: Expr, place: tuple[Expr, Expr, Expr]) -> None:
-    """The score of a block of several positions. place: (row, set, number of the block)."""
+    """Stores the score of a block of several positions (block > 1). place: (row, set, number of the block)."""
     (Q, Ik, Order), (table, slot), (row, own, number) = buffers, pages, place
     newest = opaque(T.min((number + 1) * op.block - 1, last))
 
@@ -151,7 +151,8 @@ def _score_block(op: SelectKeys, arch: Arch, buffers, pages, last: Expr, place: 
 
 
 def _choose(op: SelectKeys, Order: Buffer, Ids: Buffer, row: tuple[Expr, Expr], last: Expr, wanted: Expr) -> None:
-    """The `wanted` ids of a row's set among the blocks up to number `last`."""
+    """Stores the ids of a row and set: the `wanted` blocks with the largest scores among the blocks 0 .. last. row:
+    (row, set)."""
     first = opaque(row[1] * op.used)
     with T.If(last < wanted):
         with T.Then(), T.serial(op.used) as i:
@@ -160,7 +161,7 @@ def _choose(op: SelectKeys, Order: Buffer, Ids: Buffer, row: tuple[Expr, Expr], 
             vectors, least = opaque(last // LANES + 1), registers(1, kind="int32")
 
             def count_from(number: Expr) -> Expr:
-                """How many are at least that."""
+                """How many scores are at least `number`."""
                 found = registers(LANES, kind="int32")
                 store(found, i32(0), at(0))
                 with T.serial(vectors) as i:
@@ -188,8 +189,8 @@ def _choose(op: SelectKeys, Order: Buffer, Ids: Buffer, row: tuple[Expr, Expr], 
 
 @registry.builds(SelectedAttention)
 def selected_attention(op: SelectedAttention, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows, pages, Qo, Ids, Kc, [Vc], [Sinks], Y). A task has some heads of a row, which share
-    the keys that it gathers."""
+    """Kernel (state int32[4], rows, pages, Qo, Ids, Kc, [Vc], [Sinks], Y). A task computes some heads of a row. It
+    copies the chosen keys to a buffer, for all its heads."""
     spec, isa, width, values = op.layer, arch.isa, op.layer.width, op.layer.value_width
     heads = largest_divisor(MAX_HEADS, spec.group)
     parts = spec.heads // heads
@@ -221,7 +222,7 @@ def selected_attention(op: SelectedAttention, arch: Arch, name: str, plan: None 
                     there = Ids[row, own * op.used + number // op.block] * op.block + number % op.block
                     page, place = cache.place(slot, opaque(T.max(T.min(there, last), T.int32(0))))
                     if not spec.values:
-                        with T.serial(width) as c:  # padding is not written
+                        with T.serial(width) as c:  # the cache's padding was never written, so it must not be read
                             x = cache.K[page, kv, place // LANES, T.min(c, T.int32(spec.d - 1)), place % LANES]
                             store(keys, T.Select(c < spec.d, T.cast(x, "float32"), T.float32(0)), key, c)
                     with T.serial(gathered.shape[1] // LANES) as c:
@@ -239,7 +240,7 @@ def selected_attention(op: SelectedAttention, arch: Arch, name: str, plan: None 
 
 
 def emit_head(layer: Attention, isa, query, block, sums, r: Expr) -> None:
-    """A block of keys for one head: its scores and what they change of its sums."""
+    """Emits online softmax for a block of keys and one head: computes the scores, and updates the head's sums."""
     (Q, row, head), (keys, gathered, scores, near), (out, tops, totals) = query, block, sums
     for i in range(0, BLOCK, LANES):
         store(scores, f32(FAR), at(i))

@@ -110,8 +110,8 @@ def registers(*shape, kind="float32"):
     """A small buffer of 4-byte elements on this thread's stack. If all its indices are constants, LLVM keeps it in
     registers.
 
-    T.alloc_buffer would take the memory from TVM's workspace pool, even for 4 bytes. LLVM must assume that a prefetch
-    accesses that memory, so a loop with a prefetch would store its sums in each step.
+    T.alloc_buffer with scope "local" would take the memory from TVM's workspace pool, even for 4 bytes. LLVM must
+    assume that a prefetch accesses that memory, so a loop with a prefetch would store its sums in each step.
     """
     words = T.tvm_stack_alloca("shape", (math.prod(shape) + 1) // 2)  # "shape": elements of 8 bytes
     data = T.Bind(T.reinterpret(T.handle(kind, "local").ty, words))

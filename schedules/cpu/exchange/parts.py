@@ -1,5 +1,6 @@
-"""What the parts of a divided model computed becomes one result: `all_reduce` adds it up, `all_gather` puts it side by
-side (schedules/operators/exchange.py). P has all parts before the kernel is called. n: a multiple of LANES."""
+"""Kernels that combine the parts of all ranks on the CPU: `all_reduce` adds them, `all_gather` concatenates them
+(schedules/operators/exchange.py). The parameter P must have all parts when a kernel is called. n: a multiple of
+LANES."""
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
@@ -14,8 +15,8 @@ from mlc_amd.schedules.tir import declared
 
 @registry.builds(AllReduce)
 def all_reduce(op: AllReduce, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X float32 or float16 [m, n], [R float32 [m, n]], Y float32 [m, n], P as X [parts, m, n]):
-    Y = R + the sum of P, in the order of the parts."""
+    """Kernel (state int32[4], X float32 or float16 [m, n], [R float32 [m, n]], Y float32 [m, n], P [parts, m, n] with
+    the dtype of X): Y = R + the sum of P over parts, in their order."""
     n, m, shape = op.n, op.m, (op.m, op.n)
     with kernel(name) as (builder, state):
         declared(op.dtype, X=shape)
@@ -33,8 +34,8 @@ def all_reduce(op: AllReduce, arch: Arch, name: str, plan: None = None) -> tirx.
 
 @registry.builds(AllGather)
 def all_gather(op: AllGather, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X float32 [m, n], Y float32 [m, parts * n], P float32 [parts, m, n]): Y's columns are
-    those of the parts, one after the other."""
+    """Kernel (state int32[4], X float32 [m, n], Y float32 [m, parts * n], P float32 [parts, m, n]): a row of Y is the
+    concatenation of the rows of all parts."""
     n, m = op.n, op.m
     with kernel(name) as (builder, state):
         _, Y, P = declared(X=(m, n), Y=(m, op.parts * n), P=(op.parts, m, n))

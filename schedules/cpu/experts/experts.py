@@ -1,16 +1,18 @@
-"""Matrix products of a mixture of experts on the CPU: the rows in each slot by the weights of the slot's expert.
+"""The matrix products of a mixture of experts on the CPU: the activations of each slot are multiplied by the weights of
+the slot's expert. schedules/operators/experts.py defines slots and tiles of slots.
 
-In: activations of slots as in `linear.py`, in tiles of `tile` slots; `Groups` (Ids for one row) of
-schedules/operators/experts.py; the planes of stacks, matrices of experts * n rows, n a multiple of 16. Out: the results
-of live slots; those of other slots have no meaning.
+In: activations of slots as in linear.py, in tiles of `tile` slots; `Groups`, or for one row `Ids` in its place; the
+planes of stacks: matrices of experts * n rows, n a multiple of 16. Out: the results of live slots; those of other slots
+have no meaning.
 
-Several rows: a task is a block of rows of one expert's matrix, for all of its tiles of slots, so that weights are read
-once. An expert's tasks lie evenly in a range of numbers as long as its share of all tiles, so that threads which take
-equal shares of the numbers have equal work. Of a tile with few live slots only a part is computed; then memory is the
-bound, as for one row, and weights are prefetched.
+Several rows: a task is a block of rows of one expert's matrix, for all tiles of slots of this expert, so that weights
+are read once. The parallel loop runs over (number of used tiles) * blocks. Each expert has a range of its numbers that
+is proportional to its tiles; its tasks are spread evenly over the range, and the other numbers do nothing. So threads
+with equal shares of the numbers have equal work. For a tile with few live slots only a part is computed; this is bound
+by memory, as one row is, and weights are prefetched.
 
-One row: a task is a block of rows of gate and up for one slot, or a tile of rows of down for all slots, which it adds
-up in the order of `combine`: results do not depend on the number of rows.
+One row: a task is a block of rows of gate and up for one slot, or a tile of rows of down for all slots. It adds the
+slots' results in the order of `Combine`, so that results do not depend on the number of rows.
 """
 
 from collections.abc import Callable
@@ -37,7 +39,7 @@ ExpertProduct = ExpertGateUp | ExpertLinear
 
 
 def _stack(op: ExpertProduct, fmt: Format, prefix: str, rows: int = ROWS) -> Matrix:
-    """The planes of a stack. UserError unless `rows` divides an expert's."""
+    """Declares the planes of a stack. Raises UserError unless n is a multiple of `rows`."""
     if op.n % rows:
         raise UserError(f"experts need matrices of a multiple of {rows} rows, this model has {op.n}")
     return weight_args(fmt, op.experts * op.n, op.k, prefix)
@@ -52,8 +54,8 @@ def _groups(op: ExpertProduct) -> Buffer:
 
 
 def _emit_tasks(op: ExpertProduct, Groups: Buffer, blocks: int, emit: Callable[[Expr, Expr, TokenTiles], None]) -> None:
-    """The parallel loop over `blocks` blocks of rows of each expert that has rows. Calls emit(expert, block, its tiles
-    of slots)."""
+    """Emits the parallel loop over the tasks: `blocks` blocks of rows of each expert that has pairs. It calls
+    emit(expert, block, tiles of slots of the expert)."""
     used_tiles, of = op.of.tiles(op.m), op.of
     with T.parallel(T.Bind(Groups[used_tiles + of.count]) * blocks) as number:
         expert = T.Bind(Groups[number // blocks])
@@ -74,8 +76,8 @@ def expert_gate_up(op: ExpertGateUp, arch: Arch, name: str, plan: AnyPlan | None
     """PrimFunc (state, A, S | X, Groups, planes of gate, planes of up, [GB, UB float32 [experts * n]], then A, S of
     [slots, n] | Y float32 [slots, n]).
 
-    Formats, act and layout as in `gate_up`. shared: one row of activations for all slots (m = 1). UserError unless 32
-    divides n.
+    Formats, act and layout as in `gate_up` of linear.py. With op.shared and m = 1 there is one row of activations for
+    all slots. Raises UserError unless n is a multiple of 32.
     """
     n, m, of, shared, blocks = op.n, op.m, op.of, op.shared and op.m == 1, op.n // BLOCK
     with kernel(name) as (builder, _):
@@ -102,8 +104,8 @@ def expert_gate_up(op: ExpertGateUp, arch: Arch, name: str, plan: AnyPlan | None
 
 @registry.builds(ExpertLinear)
 def expert_linear(op: ExpertLinear, arch: Arch, name: str, plan: AnyPlan | None = None) -> tirx.PrimFunc:
-    """PrimFunc (state, A, S | X, Groups, planes, [WB float32 [experts * n]], Y float32 [slots, n]) of several rows.
-    UserError unless 16 divides n."""
+    """PrimFunc (state, A, S | X, Groups, planes, [WB float32 [experts * n]], Y float32 [slots, n]) for several rows.
+    Raises UserError unless n is a multiple of 16."""
     n, slots, fmt, plan = op.n, op.of.slots(op.m), lookup(op.fmt), plan or default_plan(op, arch)
     held = row_tiles(fmt, n, op.k, plan)
     with kernel(name) as (builder, _):
@@ -126,8 +128,8 @@ def expert_linear(op: ExpertLinear, arch: Arch, name: str, plan: AnyPlan | None 
 @registry.builds(ExpertDown)
 def expert_down(op: ExpertDown, arch: Arch, name: str, plan: AnyPlan | None = None) -> tirx.PrimFunc:
     """PrimFunc (state, A, S | X, Groups, planes, [WB float32 [experts * n]], [Weights float32 [1, used]], [R float32
-    [1, n]], Y float32 [1, n]) of one row: Y = R + the sum over its slots of their results times Weights. UserError
-    unless 16 divides n."""
+    [1, n]], Y float32 [1, n]) for one row: Y = R + the sum over slots of the slot's result times its weight. Raises
+    UserError unless n is a multiple of 16."""
     n, used, lanes = op.n, op.used, arch.isa.lanes
     with kernel(name) as (builder, _):
         params, Groups = act_params(op, arch, used, op.k), _groups(op)

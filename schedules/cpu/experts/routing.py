@@ -1,4 +1,5 @@
-"""Which experts take a row, and rows on their way to them and back (schedules/operators/experts.py): live rows only."""
+"""The kernels of a mixture of experts on the CPU besides its matrix products: `Route`, `ExpertOrder`, `Gather` and
+`Combine` of schedules/operators/experts.py. They process only live rows."""
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
@@ -13,8 +14,8 @@ from mlc_amd.schedules.operators.experts import GATINGS, MIN_SUM, Experts
 from mlc_amd.schedules.runs import softplus
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
-# Scores of experts that must not be chosen: those of other groups, which a row with NaNs may get; and those that are
-# chosen already, or are only the padding of vectors.
+# Scores of experts that must not be chosen. EXCLUDED: experts of groups that were not chosen; a row with NaNs may get
+# them. LOWEST: experts that are chosen already, and the padding of vectors.
 EXCLUDED, LOWEST = -1e30, -3e38
 
 
@@ -23,19 +24,20 @@ def route(op: Route, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
     """Kernel (state int32[4], L float32 [m, n], [B float32 [n]], [F float32 [n]], Ids, Weights), n = experts rounded up
     to a multiple of 16.
 
-    Chosen are the `used` largest probabilities plus B, if `bias`; with groups > 1, of experts that follow one another,
-    only among those of the `groups_used` groups whose two best scores have the largest sums. The chosen ones'
-    probabilities, with `normalize` divided by their sum, times `scale` and F[expert], if `factors`, are the weights.
-    ValueError for an unknown gating, and groups of different sizes.
+    An expert's score is its probability, plus B if `bias`. The `used` experts with the largest scores are chosen. With
+    groups > 1 only experts of the best `groups_used` groups can be chosen, those with the largest sums of their two
+    best scores; a group is consecutive experts. The weights are the probabilities of the chosen experts, divided by
+    their sum if `normalize`, times `scale`, times F[expert] if `factors`. Raises ValueError for an unknown gating, and
+    for groups of different sizes.
     """
     n, m, experts, used, isa = op.n, op.m, op.experts, op.used, arch.isa
     if op.gating not in GATINGS or experts % op.groups:
-        raise ValueError(f"no router with gating {op.gating} and {op.groups} groups of {experts} experts")
+        raise ValueError(f"no kernel for a router with gating {op.gating}, and {experts} experts in {op.groups} groups")
     with kernel(name) as (builder, state):
         L, B, F = declared(L=(m, n), B=(n,) if op.bias else None, F=(n,) if op.factors else None)
         Ids, Weights = *declared("int32", Ids=(m, used)), *declared(Weights=(m, used))
         with row_loop(state, m) as row:
-            values, scores = local(n), local(n)  # probabilities, and what chooses
+            values, scores = local(n), local(n)  # probabilities, and scores by which experts are chosen
             _emit_probabilities(op, L, row, values, isa)
             _emit_scores(values, B, scores, n, experts)
             if op.groups > 1:
@@ -60,12 +62,12 @@ def route(op: Route, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
 
 
 def _lane(step: Expr) -> Expr:
-    """The numbers of the vector's lanes, int32."""
+    """The column numbers of vector number `step`, int32."""
     return T.Cast(f"int32x{LANES}", at(step * LANES))
 
 
 def _emit_probabilities(op: Route, L: Buffer, row: Expr, values: Buffer, isa: Isa) -> None:
-    """Logits to values: probabilities, or with "softmax_used" the logits."""
+    """Stores the experts' probabilities to values; with the gating "softmax_used" their logits."""
     if op.gating == "sqrt_softplus":
         with T.serial(op.n) as e:
             store(values, T.Select(e < op.experts, T.sqrt(softplus(L[row, e])), T.float32(LOWEST)), e)
@@ -73,7 +75,7 @@ def _emit_probabilities(op: Route, L: Buffer, row: Expr, values: Buffer, isa: Is
     with T.serial(op.n // LANES) as step:
         x = T.Bind(L[row, at(step * LANES)])
         if op.gating == "sigmoid":
-            # exp's range ends before that of float32
+            # `exp` is valid up to 88 only
             x = T.Bind(f32(1.0) / (f32(1.0) + exp(T.min(f32(0.0) - x, f32(87.0)), isa)))
         store(values, T.Select(_lane(step) < i32(op.experts), x, f32(LOWEST)), at(step * LANES))
     if op.gating == "softmax":
@@ -81,7 +83,7 @@ def _emit_probabilities(op: Route, L: Buffer, row: Expr, values: Buffer, isa: Is
 
 
 def _emit_softmax(values: Buffer, n: int, isa: Isa) -> None:
-    """Softmax in place; padding at LOWEST becomes next to nothing."""
+    """Softmax of n values, in place. Padding with the value LOWEST becomes 0."""
     top, total = local(LANES), local(LANES)
     store(top, f32(LOWEST), at(0))
     store(total, f32(0.0), at(0))
@@ -106,7 +108,7 @@ def _emit_scores(values: Buffer, B: Buffer | None, scores: Buffer, n: int, exper
 
 
 def _emit_groups(scores: Buffer, experts: int, groups: int, groups_used: int) -> None:
-    """Excludes all experts but those of the best groups."""
+    """Sets the scores of experts outside the best groups to EXCLUDED."""
     size = experts // groups
     sums, first, second = local(groups), local(1), local(1)
     with T.serial(groups) as group:
@@ -118,7 +120,7 @@ def _emit_groups(scores: Buffer, experts: int, groups: int, groups_used: int) ->
                 store(second, T.max(second[0], T.min(first[0], x)), 0)
             store(first, T.max(first[0], x), 0)
         store(sums, first[0] + second[0], group)
-    # A group stays if fewer than groups_used are better; of equal ones the first is.
+    # A group is kept if fewer than groups_used groups are better. Of equal groups the first one is better.
     better = local(1, dtype="int32")
     with T.serial(groups) as group:
         store(better, T.int32(0), 0)
@@ -131,13 +133,13 @@ def _emit_groups(scores: Buffer, experts: int, groups: int, groups_used: int) ->
 
 
 def _emit_best(scores: Buffer, n: int, experts: int) -> Expr:
-    """The expert with the largest score, the first of equal ones."""
+    """The expert with the largest score; of equal scores, the first."""
     top, place = local(LANES), local(LANES, dtype="int32")
     store(top, f32(LOWEST), at(0))
     with T.serial(n // LANES) as step:
         store(top, T.max(top[at(0)], scores[at(step * LANES)]), at(0))
     largest = reduce("fmax", T.Bind(top[at(0)]))
-    # with NaNs no score may equal the largest: any expert will do
+    # With NaNs it may be that no score equals the largest: then any expert is chosen.
     store(place, i32(experts - 1), at(0))
     with T.serial(n // LANES) as step:
         found = T.Select(scores[at(step * LANES)] == splat(largest), _lane(step), i32(experts - 1))
@@ -146,7 +148,7 @@ def _emit_best(scores: Buffer, n: int, experts: int) -> Expr:
 
 
 def _emit_factor(op: Route, weights: Buffer) -> Buffer:
-    """The factor on the chosen ones' probabilities, float32 [1]."""
+    """The factor of the chosen experts' probabilities, float32 [1]: scale, with `normalize` divided by their sum."""
     factor = local(1)
     store(factor, T.float32(op.scale), 0)
     if op.normalize:
@@ -159,8 +161,8 @@ def _emit_factor(op: Route, weights: Buffer) -> Buffer:
 
 @registry.builds(ExpertOrder)
 def expert_order(op: ExpertOrder, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], Ids int32 [m, used], Slots, Pairs, Groups). It takes the time of a few thousand memory
-    accesses, in one thread. Slots of rows that are not live are 0."""
+    """Kernel (state int32[4], Ids int32 [m, used], Slots, Pairs, Groups). It runs in one thread, as it takes only the
+    time of a few thousand memory accesses. Slots of rows that are not live are 0."""
     of, m, used, count = op.of, op.m, op.used, op.experts
     tiles, tile = of.tiles(m), of.tile
     with kernel(name) as (builder, state):
@@ -203,7 +205,7 @@ def _fill(buffer: Buffer, value: int) -> None:
 @registry.builds(Gather)
 def gather(op: Gather, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
     """Kernel (state int32[4], X float32 [m, k], [Pairs int32 [slots], for several rows], [Weights float32 [m, used], if
-    `weighted`], then A, S of [slots, k] in tiles of of.tile slots if `layout`, else Y float32 [slots, k])."""
+    `weighted`], then A, S of [slots, k] in tiles of op.tile slots if `layout`, else Y float32 [slots, k])."""
     k, m, of, tile, used = op.k, op.m, op.of, op.tile, op.used
     slots = of.slots(m)
     with kernel(name) as (builder, _):
@@ -237,8 +239,8 @@ def _emit_tile(X: Buffer, Pairs: Buffer, Weights: Buffer | None, t: Expr, of: Ex
 @registry.builds(Combine)
 def combine(op: Combine, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
     """Kernel (state int32[4], X float32 [slots, n], Slots int32 [m, used], [Weights float32 [m, used], if `weighted`],
-    [R float32 [m, n], if `residual`], Y float32 [m, n]): Y = R + the sum of X[slot] * weight, in the order of a row's
-    slots."""
+    [R float32 [m, n], if `residual`], Y float32 [m, n]): Y = R + the sum over the slots of a row of X[slot] * weight,
+    in their order."""
     n, m, of = op.n, op.m, op.of
     with kernel(name) as (builder, state):
         X = T.arg("X", T.buffer((of.slots(m), n), "float32"))

@@ -1,17 +1,16 @@
-"""Linear layers on the CPU: y[m, n] = sum over k of w[n, k] * x[m, k], decode (m = 1) and prefill from one packed
-weight.
+"""The kernels of linear layers on the CPU: y[m, n] = sum over k of w[n, k] * x[m, k]. Decode (m = 1) and prefill use
+the same packed weights.
 
-In: `state`, activations (int8 formats: the planes A and S of `quantize.py`; float formats: X float32 [m, k]), weights
-in planes of 16-row tiles (`planes.py`). Out: Y float32 [m, n padded to 16], bias and residual added.
+In: `state`; activations (int8 formats: A and S of quantize.py; float formats: X float32 [m, k]); weights as planes of
+16-row tiles (planes.py). Out: Y float32 [m, n padded to 16], with bias and residual added.
 
-Decode is bound by memory: one pass over the weight with prefetches. In prefill a task holds several tiles of 16 rows,
-whose weights stay in the L2 cache while the activation tiles pass by. Of the last activation tile only a part is
-computed, the smallest of those in `linear_plan.parts` that holds its live rows: steps of a few rows are bound by memory
-too. A row's results are the same bits in any part.
+Decode is bound by memory: it reads the weight once, with prefetches. In prefill a task has several tiles of 16 rows of
+the weight, which stay in the L2 cache while the task goes through all activation tiles. Steps of a few rows are bound
+by memory too. So for the last activation tile only a part is computed: the smallest one of `linear_plan.parts` that
+holds its live rows. The bits of a row's results do not depend on the part.
 
-`gate_up` makes the first half of a feed-forward layer in one launch: y = act(gate(x)) * up(x), for the down projection.
-y leaves as the activation planes A and S of `quantize.py` or as float32. A task makes 32 columns of y (two tiles of
-gate, two of up) for a tile of tokens: one activation block.
+`gate_up` computes the first half of a feed-forward layer in one launch: y = act(gate(x)) * up(x). y is stored as A and
+S of quantize.py, or as float32. A task computes 32 columns of y, one block of A: two tiles of gate and two of up.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,17 +49,16 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 
 class Results(NamedTuple):
-    """Where a task's results go: Y float32 [m, columns], the columns from tile `column` on, after bias(column), of a
-    register's rows from there on, and the residual, of Y's shape, are added."""
+    """Where a task stores its results."""
 
-    Y: Buffer
-    column: Expr
-    bias: Callable[[Expr], Expr] | None = None
-    residual: Buffer = None
+    Y: Buffer  # float32 [m, columns]
+    column: Expr  # first column, as a number of tiles of 16
+    bias: Callable[[Expr], Expr] | None = None  # bias(c): a vector that is added to the columns from c on
+    residual: Buffer = None  # added to Y; has its shape
 
 
 def emit_rows(products: Products, matrix: Matrix, first: Expr, held: int, tiles: TokenTiles, results: Results) -> None:
-    """A task: `held` tiles of rows of a matrix, from its tile `first` on."""
+    """Emits a task: the products of `held` tiles of rows of a matrix, from its tile `first` on."""
 
     def emit(sources: Sequence[Source], parts: Parts) -> None:
         def body(token_tile: Expr, live: Expr) -> None:
@@ -77,7 +75,8 @@ def emit_rows(products: Products, matrix: Matrix, first: Expr, held: int, tiles:
 
 
 def _emit_results(products: Products, weights: Tile, place: tuple[Expr, Expr], tile: Expr, results: Results) -> None:
-    """A tile of rows, for the first tokens of a tile of tokens: columns 16*tile.. of Y. place: tile and tokens."""
+    """Emits the products of a tile of rows of a weight. They go to the columns from 16*tile on of Y. place: (tile of
+    tokens, how many of its first tokens)."""
     (token_tile, tokens), p, lanes = place, products.acts.p, products.isa.lanes
 
     def epilogue(i: Expr, row: Expr, x: Expr) -> None:
@@ -91,8 +90,8 @@ def _emit_results(products: Products, weights: Tile, place: tuple[Expr, Expr], t
     if p == 1:
         products.emit_tile(weights, token_tile, tokens, epilogue)
         return
-    # A loop of its own: LLVM would load the residual's rows, which are in no cache, before the products, and spill them
-    # to the stack.
+    # The epilogue is in a loop of its own. Otherwise LLVM would load the rows of the residual, which are in no cache,
+    # before the products, and spill them to the stack.
     found = registers(p, ROWS)
     products.emit_tile(weights, token_tile, tokens, lambda i, row, x: store(found, x, i, at(row, lanes)))
     with T.serial(opaque(T.cast(tokens, "int32"))) as i:
@@ -101,7 +100,7 @@ def _emit_results(products: Products, weights: Tile, place: tuple[Expr, Expr], t
 
 
 def _bias_of(bias: Buffer, n: int, lanes: int) -> Callable[[Expr], Expr] | None:
-    """The last tile's index stays inside the n biases."""
+    """`Results.bias` for n biases: for the padding after the last row of a weight it repeats the last bias."""
 
     def load(first: Expr) -> Expr:
         index = at(first, lanes)
@@ -115,13 +114,12 @@ def linear(op: Linear, arch: Arch, name: str, plan: AnyPlan | None = None) -> ti
     """PrimFunc (state, A, S | X, planes of segment 0, [bias f32 [n]], planes of segment 1, ..., [R f32 [m, npad]], Y_0
     f32 [m, npad], ...).
 
-    The segments are all int8 or all float; they share the activations (q, k and v of a layer) and the launch. residual:
-    Y = R + result, for one segment. With m > 1, only the parts of tiles that hold live rows are computed. npad = n
-    rounded up to a multiple of 16; the columns from n on have no meaning. ValueError for segments that cannot share a
-    launch.
+    A segment is a matrix; all segments have the same activations (q, k and v of a layer), and formats of the same kind,
+    int8 or float. residual: Y = R + result; only for one segment. npad is n rounded up to a multiple of 16; the columns
+    from n on have no meaning, as rows that are not live. Raises ValueError for segments that cannot share a launch.
     """
     if op.residual and len(op.segments) > 1:
-        raise ValueError(f"segments {op.segments} with a residual do not make one launch")
+        raise ValueError(f"a launch with a residual has one segment, not {op.segments}")
     m, k, plan = op.m, op.k, plan or default_plan(op, arch)
     with kernel(name) as (builder, state):
         params, weights = act_params(op, arch, m, k), []
@@ -133,7 +131,8 @@ def linear(op: Linear, arch: Arch, name: str, plan: AnyPlan | None = None) -> ti
         products = emit_products(op, arch, plan, params)
         helds = [row_tiles(fmt, n, k, plan) for fmt, n in op.weights]
         counts = [-(-n // ROWS) // held for (_, n), held in zip(op.weights, helds, strict=True)]
-        # loops of one launch of the thread pool; a loop of one step is none to TVM, and would run in every thread
+        # Several parallel loops in one launch of the thread pool. Not if a loop has one step: TVM would remove such a
+        # loop, and every thread would run its body.
         one_launch = len(op.segments) > 1 and min(counts) > 1
         with T.attr(T.int32(0), "pragma_parallel_launch_point", 1) if one_launch else nullcontext():
             for (_, n), (matrix, bias), Y, held, tasks in zip(op.weights, weights, outputs, helds, counts, strict=True):
@@ -146,15 +145,15 @@ def linear(op: Linear, arch: Arch, name: str, plan: AnyPlan | None = None) -> ti
 
 @registry.builds(HeadLinear)
 def head_linear(op: HeadLinear, arch: Arch, name: str, plan: AnyPlan | None = None) -> tirx.PrimFunc:
-    """PrimFunc (state, A, S | X of [m, heads * k], planes of the stack of `heads` matrices of n rows, Y f32 [m, heads *
-    n]): Y's columns of a head are the product of its columns of the activations and its matrix. UserError unless 16
-    divides n."""
+    """PrimFunc (state, A, S | X of [m, heads * k], planes of a stack of `heads` matrices [n, k], Y f32 [m, heads * n]):
+    for each head, the product of its k columns of the activations and its matrix. Raises UserError unless n is a
+    multiple of 16."""
     heads, n, k, m = op.heads, op.n, op.k, op.m
     if n % ROWS:
         raise UserError(f"heads need matrices of a multiple of {ROWS} rows, this model has {n}; use another model")
     fmt, plan = lookup(op.fmt), plan or default_plan(op, arch)
     held = row_tiles(fmt, n, k, plan)
-    tasks = n // ROWS // held  # of a head
+    tasks = n // ROWS // held  # tasks of a head
     with kernel(name) as (builder, state):
         params = act_params(op, arch, m, heads * k)
         matrix = weight_args(fmt, heads * n, k, "W_")
@@ -167,14 +166,15 @@ def head_linear(op: HeadLinear, arch: Arch, name: str, plan: AnyPlan | None = No
     return builder.get()
 
 
-TILES = BLOCK // ROWS  # tiles of a weight that make a block of the output
+TILES = BLOCK // ROWS  # tiles of a weight for a block of the output
 
 
 class Gated(NamedTuple):
-    """What becomes of the results of gate and up.
+    """How the results of gate and up are combined and stored.
 
-    act   of base/activation.py
-    bias  (c, i) -> what is added to columns c .. c+15 of the block of gate (i = 0) or up (1)
+    output  where the result is stored
+    act     name of an activation of base/activation.py
+    bias    bias(c, i): a vector that is added to columns c .. c+15 of the block of gate (i = 0) or up (i = 1)
     """
 
     output: Output
@@ -185,15 +185,15 @@ class Gated(NamedTuple):
 def emit_block(
     products: Products, weights: list[Matrix], first: Expr, block: Expr, tiles: TokenTiles, gated: Gated
 ) -> None:
-    """A task: block number `block` of 32 columns of y, of the live tokens of the tiles; the others' have no meaning.
-    weights: gate and up, their rows from tile `first` on."""
+    """Emits a task: block number `block` of 32 columns of the output, for the live tokens of the tiles of tokens.
+    weights: gate and up, of which the task uses the rows from tile `first` on."""
     isa, activation = products.isa, activation_of(gated.act)
 
     def emit(sources: Sequence[Source], parts: Parts) -> None:
         def body(tile: Expr, live: Expr) -> None:
             found = local(2, products.acts.p, BLOCK)  # gate and up of the block
-            # One weight after the other: its two tiles are adjacent, so that the first one's prefetches serve the
-            # second.
+            # First both tiles of gate, then those of up: the two tiles of a weight are adjacent, so the prefetches of
+            # the first tile serve the second one.
             for i, source in enumerate(sources):
 
                 def part(tokens: Expr, i: int = i, source: Source = source) -> None:
@@ -205,11 +205,11 @@ def emit_block(
                         products.emit_tile(source(half), tile, tokens, keep)
 
                 parts.emit(live, part)
-            if parts.rest is None:  # the other tokens have what the stack has held
+            if parts.rest is None:  # for the other tokens `found` is uninitialized
                 with T.serial(products.acts.p - live) as i:
                     for c in range(0, BLOCK, LANES):
                         store(found, f32(0.0), 0, live + i, at(c))
-            # Short loops: the processor overlaps several rows, as far as it looks ahead.
+            # The loop's body is short, so that the CPU executes several rows out of order.
             with T.serial(live) as token:
                 for c in range(0, BLOCK, LANES):
                     gate, up = (
@@ -226,15 +226,14 @@ def emit_block(
 
 @registry.builds(GateUp)
 def gate_up(op: GateUp, arch: Arch, name: str, plan: AnyPlan | None = None) -> tirx.PrimFunc:
-    """PrimFunc (state, A, S | X, planes of gate, planes of up, then A, S of [m, f] | Y f32 [m, f]).
+    """PrimFunc (state, A, S | X, planes of gate, planes of up, then A, S of [m, f] if `layout`, else Y f32 [m, f]).
 
-    The weights are f x k, f a multiple of 32, both int8 or both float formats. With a `layout` the output is int8
-    activation planes. With m > 1, only the parts of tiles that hold live rows are computed. ValueError for weights that
-    cannot share a launch.
+    The weights are f x k, both of int8 formats or both of float formats. Results of rows that are not live have no
+    meaning. Raises ValueError for weights of both kinds, and unless f is a multiple of 32.
     """
     m, f, k, p = op.m, op.n, op.k, token_tile(op, arch)
     if f % BLOCK:
-        raise ValueError(f"gate and up of {f} rows do not make one launch")
+        raise ValueError(f"gate and up need rows in multiples of {BLOCK}, not {f}")
     with kernel(name) as (builder, state):
         params = act_params(op, arch, m, k)
         weights = [weight_args(fmt, f, k, prefix) for (fmt, _), prefix in zip(op.weights, ("G_", "U_"), strict=True)]

@@ -1,4 +1,5 @@
-"""Plans of the CPU's matrix products: how a kernel divides its work into tasks, register blocks and prefetches."""
+"""The plans of matrix products on the CPU: how a kernel divides its work into tasks and register blocks, and how it
+prefetches. Also the rules that decide plans, and the plans that tuning measures."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -13,18 +14,20 @@ from mlc_amd.schedules.operators import ExpertDown, ExpertGateUp, ExpertLinear, 
 from mlc_amd.schedules.space import Kernel, Space
 
 MatrixProduct = Linear | HeadLinear | GateUp | ExpertGateUp | ExpertLinear
-FLOAT_TOKENS = 8  # rows of a float kernel's tile: rows of X a power of two apart share the 8 ways of a level 1 cache
-UNROLLED = 4  # rows whose sums are in registers even where those of more are in memory
-LARGE = 512 << 10  # bytes of weights from which on a decode kernel prefetches further ahead
+# Largest number of rows whose sums a kernel of a float format keeps in registers. If rows of X are a power of two
+# apart, their elements compete for the 8 ways of a set of the L1 cache.
+FLOAT_TOKENS = 8
+UNROLLED = 4  # the sums of up to so many rows are in registers, even if those of more rows are in memory
+LARGE = 512 << 10  # bytes of weights above which a decode kernel prefetches further ahead
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a linear layer of one row, or a gate/up, goes through its weights. No plan changes the order of additions.
+    """The plan of a product of one row (decode). No plan changes the order of additions.
 
     unroll    blocks of 32 columns in a step of the loop
-    ahead     bytes that are prefetched ahead of the loads, 0: none
-    locality  cache levels that the prefetch fills, see `vector.prefetch`; 0 leaves L2 and L3 to the rest of the model
+    ahead     bytes that are prefetched ahead of the loads; 0: none
+    locality  cache levels that the prefetch fills, see `vector.prefetch`; with 0 L2 and L3 keep other data of the model
     """
 
     unroll: int
@@ -34,19 +37,20 @@ class Plan:
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """How a linear layer of many rows, or a gate/up, is divided into tasks and register blocks. No plan changes the
-    order of additions.
+    """The plan of a product of several rows (prefill). No plan changes the order of additions. "Rows" are those of the
+    activations.
 
-    tokens      rows whose sums are in registers at once, at most a tile of the activations; float formats: at most
-                FLOAT_TOKENS; 0: sums of more than UNROLLED rows are in memory
-    interleave  of these, or of those with sums in memory, rows whose int8 dot products are interleaved, a divisor of
-                `tokens`: independent sums hide the latency of multiply-add instructions where the out-of-order window
-                is too short; float formats: of no effect; formats with two scales a block: at most 2 with sums in
-                registers, for they need more of them and have two dot products for each row to begin with
-    task        KB of weights of a task, unpacked ones if they are: a share of the L2 cache
-    tasks       tasks below which they become smaller than `task`; gate/up: its tasks are always 32 rows of both weights
-    unpack      tiles of tokens from which on int8 weights of a task are unpacked once for all of them, and not for
-                each; 0: never
+    tokens      number of rows whose sums are in registers at the same time, at most the rows of an activation tile;
+                float formats: at most FLOAT_TOKENS. 0: the sums of more than UNROLLED rows are in memory
+    interleave  number of rows whose int8 dot products are interleaved, a divisor of `tokens`. Independent sums hide the
+                latency of multiply-add instructions that the out-of-order window does not hide. Formats with two
+                scales in a block use at most 2 if sums are in registers, because they need more registers and already
+                have two independent dot products for each row. No effect for float formats
+    task        KB of weights in a task (of unpacked weights, if they are unpacked), a share of the L2 cache
+    tasks       number of tasks that a kernel should have at least; with fewer, tasks get smaller than `task`. No effect
+                for gate/up, whose tasks are always 32 rows of both weights
+    unpack      number of tiles of tokens from which on a task unpacks its int8 weights once for all tiles, instead of
+                once for each tile; 0: never
     """
 
     tokens: int
@@ -60,18 +64,18 @@ AnyPlan = Plan | PrefillPlan
 
 
 def token_tile(op: MatrixProduct, arch: Arch) -> int:
-    """Rows of a tile of its activations."""
+    """The rows of a tile of the operator's activations."""
     return op.tile if isinstance(op, ExpertGateUp | ExpertLinear) else tile_rows(op.m, arch)
 
 
 def _decode_plan(op: MatrixProduct, isa: Isa, matrices: int = 1) -> Plan:
-    # Prefetches past the end of a thread's share are wasted: they should be few of all.
+    # A thread's prefetches after the end of its weights are wasted, so it prefetches far ahead only in large weights.
     large = sum(plane_bytes(fmt, matrices * n, op.k) for fmt, n in op.weights) >= LARGE
     return Plan(unroll=1, ahead=isa.ahead * 2 if large else isa.ahead, locality=2)
 
 
 def default_plan(op: MatrixProduct, arch: Arch) -> AnyPlan:
-    """A Plan for one row, else a PrefillPlan."""
+    """The plan without tuning: a Plan for m = 1, otherwise a PrefillPlan."""
     isa, p = arch.isa, token_tile(op, arch)
     if op.m == 1:
         return _decode_plan(op, isa)
@@ -81,24 +85,25 @@ def default_plan(op: MatrixProduct, arch: Arch) -> AnyPlan:
 
 
 def prefetch_plan(op: MatrixProduct, isa: Isa, plan: AnyPlan) -> Plan:
-    """The plan by which a kernel prefetches: with few live ones of many rows it is bound by memory as decode is."""
+    """The plan from which a kernel takes `ahead` and `locality`. Prefill kernels prefetch as decode kernels do, because
+    they are also bound by memory if few rows are live."""
     return plan if isinstance(plan, Plan) else _decode_plan(op, isa, op.heads if isinstance(op, HeadLinear) else 1)
 
 
 def parts(p: int) -> list[int]:
-    """Sizes of the parts of a tile of p rows that a kernel can compute: it takes the smallest that holds the live
-    rows, for the cost of a tile is that of its rows, and of less than half a tile that of reading the weights."""
+    """The sizes of the parts of a tile of p rows for which a kernel has code, ascending. A kernel uses the smallest
+    part that holds the live rows, since the time of a tile grows with its rows, down to the time of reading weights."""
     return [p // n for n in (16, 8, 4, 2) if p % n == 0] + [p]
 
 
 def _unpack_choices(isa: Isa, m: int, p: int) -> tuple[int, ...]:
-    """Values of PrefillPlan.unpack: never, and, where m tokens are ever enough, the machine's number of tiles."""
+    """The values of PrefillPlan.unpack to try: 0, and isa.unpack if m rows can have so many tiles."""
     return (0, isa.unpack) if m >= isa.unpack * p else (0,)
 
 
 def row_tiles(fmt: Format, n: int, k: int, plan: AnyPlan) -> int:
-    """Tiles of 16 rows that a task works on, a divisor of all tiles. Decode: 1; prefill: as many as the plan's `task`
-    holds, unless that makes too few tasks."""
+    """The number of tiles of 16 rows of a weight in a task, a divisor of the number of all tiles. Decode: 1. Prefill:
+    as many as plan.task holds, but fewer if there would be less than plan.tasks tasks."""
     tiles = -(-n // ROWS)
     if isinstance(plan, Plan):
         return 1
@@ -107,26 +112,26 @@ def row_tiles(fmt: Format, n: int, k: int, plan: AnyPlan) -> int:
 
 
 def interleave_of(fmt: Format, plan: PrefillPlan) -> int:
-    """The plan's `interleave` for a format."""
+    """The value of plan.interleave that a kernel uses for a format."""
     return min(plan.interleave, 2) if groups(fmt) > 1 and plan.tokens else plan.interleave
 
 
 def float_tokens(plan: PrefillPlan) -> int:
-    """Rows whose sums a kernel of a float format has in registers at once."""
+    """The number of rows whose sums a kernel of a float format keeps in registers."""
     return min(plan.tokens or FLOAT_TOKENS, FLOAT_TOKENS)
 
 
 def loops_over_tokens(fmt: Format, plan: AnyPlan) -> bool:
-    """Whether a kernel goes through the rows of a tile in a loop, with their sums in memory."""
+    """Whether a kernel has a loop over the rows of an activation tile, with their sums in memory."""
     return fmt.kind == "int8" and isinstance(plan, PrefillPlan) and not plan.tokens
 
 
 def unpacks(fmt: Format, plan: AnyPlan) -> bool:
-    """Whether a weight may be unpacked before its products."""
+    """Whether a kernel may unpack the weight before its products."""
     return fmt.kind == "int8" and isinstance(plan, PrefillPlan) and bool(plan.unpack)
 
 
-# ---- plans worth measuring
+# ---- plans that tuning measures
 
 
 def _choices(isa: Isa, m: int, p: int) -> dict[str, tuple[int, ...]]:
@@ -142,21 +147,21 @@ def _choices(isa: Isa, m: int, p: int) -> dict[str, tuple[int, ...]]:
 
 
 def _space(op: MatrixProduct, arch: Arch, tasks: Callable[[AnyPlan], tuple[Hashable, int]]) -> Space:
-    """tasks(plan): what decides how a kernel's rows are divided, and the number of tasks."""
+    """The space of a product. tasks(plan): (a key that is equal for plans with the same tasks, the number of tasks)."""
     p, default = token_tile(op, arch), default_plan(op, arch)
     whole = op.weights[0][0].kind == "int8"
 
     def decode(plan: Plan) -> Kernel:
         if whole and op.k // BLOCK % plan.unroll:
-            raise ValueError(f"{plan} does not divide {op.k} columns")
+            raise ValueError(f"{op.k} columns are not a multiple of the step of {plan}")
         ahead = plan.ahead and (plan.ahead, plan.locality)
         return Kernel((plan.unroll if whole else 0, ahead), tasks(plan)[1], 1, plan.ahead)
 
     def prefill(plan: PrefillPlan) -> Kernel:
         if plan.tokens > p:
-            raise ValueError(f"{plan} has more than the {p} tokens of a tile")
+            raise ValueError(f"{plan} has more tokens than a tile, which has {p}")
         if plan.tokens % plan.interleave:
-            raise ValueError(f"{plan} does not divide its tokens")
+            raise ValueError(f"tokens of {plan} are not a multiple of interleave")
         held, count = tasks(plan)
         interleaved = tuple(interleave_of(fmt, plan) for fmt, _ in op.weights)
         tokens = (plan.tokens, interleaved, plan.unpack) if whole else float_tokens(plan)
@@ -176,6 +181,6 @@ def linear_plans(op: Linear | ExpertLinear, arch: Arch) -> Space:
 
 @registry.plans(GateUp, ExpertGateUp)
 def gate_up_plans(op: GateUp | ExpertGateUp, arch: Arch) -> Space:
-    """Tasks of experts are counted by one row's experts: many rows have at least that many."""
+    """The space of gate/up. For experts the number of tasks is that of one row; several rows have at least as many."""
     blocks = op.n // BLOCK * (op.used if isinstance(op, ExpertGateUp) else 1)
     return _space(op, arch, lambda plan: (None, blocks))

@@ -1,7 +1,8 @@
-"""The tile routine of the CPU's linear layers: 16 rows of a weight by the rows of an activation tile.
+"""The inner part of the CPU's matrix products: `Products.emit_tile` multiplies 16 rows of a weight by the tokens of an
+activation tile, and passes the results to a function of the caller, the epilogue (linear.py).
 
-A lane is a row of the weight. Weight registers of a block of columns serve all rows of the activation tile, activations
-are broadcast from memory, accumulators stay in registers. Results go to an epilogue of `linear.py`.
+A vector lane is a row of the weight. The weight registers of a block of columns are used for all tokens of the
+activation tile. Activations are broadcast from memory; sums stay in registers if there are enough.
 """
 
 import functools
@@ -48,18 +49,18 @@ from mlc_amd.schedules.cpu.linear.quantize import act_args
 from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.tir import Buffer, Expr
 
-FLOAT_UNROLL = 4  # columns of a float kernel's loop step, and in decode independent sums of 16-bit weights
+FLOAT_UNROLL = 4  # columns in a loop step of a float kernel; in decode with 16-bit weights, also independent sums
 
 
 class Matrix(NamedTuple):
-    """A weight as a kernel's parameters."""
+    """A weight: its format, and its planes by name, which are parameters of the kernel."""
 
     fmt: Format
     planes: dict[str, Buffer]
 
 
 def weight_args(fmt: Format, n: int, k: int, prefix: str) -> Matrix:
-    """Declares the planes of an n x k matrix. UserError for planes of more elements than 32-bit indices reach."""
+    """Declares the planes of an n x k matrix. Raises UserError for planes with too many elements for 32-bit indices."""
     if max(prod(shape) for shape, _ in planes(fmt, n, k).values()) >= 1 << 31:
         raise UserError(
             f"a weight of {n} x {k} is too large as {fmt.name} for one kernel; use a smaller quantization of the model"
@@ -68,7 +69,7 @@ def weight_args(fmt: Format, n: int, k: int, prefix: str) -> Matrix:
 
 
 class _Columns(NamedTuple):
-    """A buffer of activations from entry `first` of its second axis on."""
+    """A view of a buffer: indices of its second dimension count from `first`."""
 
     buffer: Buffer
     first: Expr
@@ -79,8 +80,8 @@ class _Columns(NamedTuple):
 
 
 class Acts(NamedTuple):
-    """The activations of m tokens in tiles of p. Int8: `quads` int32 [MT,KB,P,8] (A seen as int32), `s` float32 and
-    `si` int32 [MT,KB,8,P]. Float: `x` float32 [m,k]."""
+    """The activations of m tokens in tiles of p. int8 formats: `quads` int32 [MT,KB,P,8] is A of quantize.py viewed as
+    int32; `s` float32 [MT,KB,8,P] is S, `si` the same viewed as int32. Float formats: `x` float32 [m,k]."""
 
     p: int
     k: int
@@ -90,7 +91,7 @@ class Acts(NamedTuple):
     x: Buffer = None
 
     def columns(self, first: Expr, count: int) -> "Acts":
-        """Those of `count` columns from `first` on, whole blocks of int8 ones."""
+        """The activations of `count` columns from `first` on. For int8 both are multiples of 32."""
         if self.x is not None:
             return Acts(self.p, count, x=_Columns(self.x, first))
         block = first // BLOCK
@@ -98,24 +99,24 @@ class Acts(NamedTuple):
 
 
 def act_params(op: MatrixProduct, arch: Arch, rows: int, columns: int) -> tuple[Buffer, ...]:
-    """Declares the activations' parameters: the buffers (A, S), or (X,) for float formats. ValueError for weights of
-    both kinds, and unless the rows make whole tiles."""
+    """Declares the parameters of the activations: (A, S), or (X,) for float formats. Raises ValueError if weights are
+    of both kinds, and unless the rows are whole tiles."""
     kinds, p = {fmt.kind for fmt, _ in op.weights}, token_tile(op, arch)
     if len(kinds) > 1 or rows % p:
-        raise ValueError(f"weights {op.formats} and {rows} rows in tiles of {p} do not make one launch")
+        raise ValueError(f"weights of formats {op.formats} and {rows} rows in tiles of {p} cannot share a launch")
     return act_args(rows, columns, p) if "int8" in kinds else (T.arg("X", T.buffer((rows, columns), "float32")),)
 
 
 class TokenTiles(NamedTuple):
-    """The tiles of tokens that a task goes through: how many, and each(body), which emits the loop over them as
-    body(tile, its live tokens)."""
+    """The tiles of tokens of a task. count: their number. each(body): emits the loop over them, in which it calls
+    body(number of the tile, number of its live tokens)."""
 
     count: Expr
     each: Callable[[Callable[[Expr, Expr], None]], None]
 
 
 def token_tiles(state: Buffer, m: int, p: int) -> TokenTiles:
-    """Those with live tokens of a step: 1 and 1 in decode."""
+    """The tiles of a step that have live tokens; in decode one tile with one token."""
     live = live_rows(state, m)
     count = 1 if m == 1 else T.Bind((live + (p - 1)) // p)
 
@@ -127,14 +128,15 @@ def token_tiles(state: Buffer, m: int, p: int) -> TokenTiles:
 
 
 class Parts(NamedTuple):
-    """The parts of a tile of tokens that a kernel has code for: the first `sizes` tokens, ascending, each with its sums
-    in registers, and `rest` tokens where these are too few, None: a loop over the live ones."""
+    """The parts of a tile of tokens for which a kernel has code. sizes: numbers of first tokens, ascending; their sums
+    are in registers. rest: the number of tokens of a larger part; None: a loop over the live tokens instead."""
 
     sizes: list[int]
     rest: int | None
 
     def emit(self, live: Expr, emit: Callable[[Expr], None]) -> None:
-        """Emits emit(tokens) of the smallest part that holds the live tokens."""
+        """Emits the code that selects the smallest part that holds the live tokens. emit(tokens): emits the code of a
+        part."""
         if not self.sizes:
             emit(live if self.rest is None else self.rest)
             return
@@ -147,7 +149,7 @@ class Parts(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A tile of a weight in its planes."""
+    """A tile of a weight in planes."""
 
     fmt: Format
     planes: dict[str, Buffer]
@@ -155,29 +157,30 @@ class Packed(NamedTuple):
     isa: Isa
 
     def load(self, row: int, b: Expr) -> Block:
-        """The Block of the tile's rows `row`.. ."""
+        """The Block number b of the rows from `row` on of the tile."""
         return load(self.fmt, self.planes, self.tile, row, b, self.isa)
 
     def prefetch(self, b: Expr, plan: Plan) -> None:
-        """Prefetches the codes plan.ahead bytes ahead of block b."""
+        """Prefetches the codes that are plan.ahead bytes after those of block b."""
         for plane in self.fmt.codes:
             buffer = self.planes[plane]
             _prefetch(buffer, self.tile, b, int(buffer.shape[2]), plan)
 
 
 Tile = Packed | UnpackedTile
-Source = Callable[[Expr], Tile]  # the tile of a task of that number
-Epilogue = Callable[[Expr, Expr, Expr], None]
-EmitTask = Callable[[Sequence[Source], Parts], None]
+Source = Callable[[Expr], Tile]  # source(t): tile number t of a task
+Epilogue = Callable[[Expr, Expr, Expr], None]  # see `Products.emit_tile`
+EmitTask = Callable[[Sequence[Source], Parts], None]  # see `Products.emit_task`
 
 
 @dataclass(frozen=True)
 class Products:
-    """How a kernel multiplies its weights by its activations.
+    """The products of a kernel's weights and activations.
 
-    plan    its tasks and register blocks
-    ahead   the plan by whose rule packed weights are prefetched
-    shared  all tokens have the activations of the first one
+    acts    the activations
+    plan    the kernel's plan
+    ahead   the plan from which prefetches of packed weights take `ahead` and `locality`
+    shared  all tokens use the activations of the first token
     """
 
     acts: Acts
@@ -187,11 +190,9 @@ class Products:
     shared: bool = False
 
     def emit_task(self, weights: list[Matrix], first: Expr, held: int, tiles: TokenTiles, emit: EmitTask) -> None:
-        """Emits a task by emit(sources, parts), where sources[i](t) is tile first + t of weights[i] in a form that
-        `emit_tile` takes, and parts are those of a tile of tokens that are worth their code.
-
-        weights: all of one kind; held: tiles of rows of the task.
-        """
+        """Emits a task of `held` tiles of rows. weights: of one kind, int8 or float. emit(sources, parts): emits the
+        products; sources[i](t) is tile first + t of weights[i], for `emit_tile`. emit is called twice if the kernel
+        has code for packed and for unpacked weights."""
         packed = [lambda t, matrix=matrix: Packed(*matrix, T.Bind(first + t), self.isa) for matrix in weights]
         *sizes, whole = parts(self.acts.p)
         loops = all(loops_over_tokens(matrix.fmt, self.plan) for matrix in weights)
@@ -201,16 +202,17 @@ class Products:
             return
         with T.If(tiles.count >= self.plan.unpack):
             with T.Then():
-                # Of that many tiles, the last one's unused tokens do not count.
+                # With so many tiles it does not matter that unused tokens of the last tile are computed.
                 unpacked = [Unpacked(*matrix, first, held, self.acts.k, self.isa) for matrix in weights]
                 emit([functools.partial(UnpackedTile, all_) for all_ in unpacked], Parts([], some.rest))
             with T.Else():
                 emit(packed, some)
 
     def emit_tile(self, weights: Tile, token_tile: Expr, tokens: Expr, epilogue: Epilogue) -> None:
-        """16 rows by the first `tokens` of acts.p tokens, a number or, as of `Parts`, the live ones. Calls epilogue(i,
-        row, x) per token i of the tile and register: x are the results of isa.lanes rows, from row `row` of the tile
-        on. A token's sums have one order whatever `tokens` is."""
+        """Emits the products of a tile of 16 rows and the first `tokens` tokens of a tile of acts.p tokens. tokens: a
+        number, or an expression if `Parts.rest` is None. For each token i and each register of rows it calls
+        epilogue(i, row, x): x is a float32 vector, the results of isa.lanes rows from `row` on. The order of a token's
+        additions does not depend on `tokens`."""
         lanes, plan, whole = self.isa.lanes, self.plan, weights.fmt.kind == "int8"
         emit = self._emit_int8 if whole else self._emit_float
         token_tile = T.int32(0) if self.shared else token_tile
@@ -229,8 +231,9 @@ class Products:
                 emit(weights, token_tile, range(first, min(first + count, tokens)), [row], epilogue)
 
     def _emit_int8_loop(self, weights: Tile, token_tile: Expr, tokens: Expr, size: int, epilogue: Epilogue) -> None:
-        """With the sums in memory: where registers are too few for a tile's, this is as fast, and little code. A step
-        takes `size` tokens, the last one maybe some that do not count, by all registers of rows."""
+        """`emit_tile` with the sums in memory. If there are too few registers for the sums of a tile, this is as fast,
+        and less code. A step of the loop over tokens has `size` tokens and all 16 rows; the last step may include
+        tokens that are not live."""
         lanes, rows = self.isa.lanes, range(0, ROWS, self.isa.lanes)
         sums, each = _StackSums(self.acts.p * len(rows), lanes), size * len(rows)
         steps = T.Bind((tokens + (size - 1)) // size)
@@ -268,12 +271,12 @@ class Products:
     def _emit_dots(
         self, fmt: Format, blocks: list[Block], place: tuple[Expr, Expr, Sequence[Expr]], sums: "_Sums", first: Expr
     ) -> None:
-        """Adds the products of a block, the tokens' dot products interleaved, to `sums` from place `first` on: [token,
-        register of rows]. blocks: the Block of each register of rows; place: tile, block and tokens of the
+        """Adds the products of a block to sums [token, register of rows], from number `first` on. The dot products of
+        the tokens are interleaved. blocks: the Block of each register of rows. place: (tile, block, tokens) of the
         activations."""
         acts, isa, (token_tile, b, tokens) = self.acts, self.isa, place
         lanes, parts, size, zero = isa.lanes, groups(fmt), step(fmt, isa), zero_point(fmt, isa)
-        # rows of S with d*sum(q) and the bits of -sum(q) of each group
+        # the rows of S with d*sum(q) of each group, and those with -sum(q) as int32
         scaled_sum, minus_sum = ([1], [2]) if parts == 1 else ([3, 4], [5, 6])
         quads = [[acts.quads[token_tile, b, token, j] for j in range(QUADS)] for token in tokens]
         totals: list[list[Expr]] = [[None] * len(blocks) for _ in tokens]
@@ -300,9 +303,9 @@ class Products:
         assert isinstance(weights, Packed)
         W, tile, acts = weights.planes["W"], weights.tile, self.acts
         lanes, count, name = self.isa.lanes, len(rows), weights.fmt.name
-        # Independent sums hide the latency of additions. With float32 weights, as routers have, there is one sum: a
-        # column is a cache line, which takes longer to come than an addition, and a row's sum is the same alone and in
-        # a tile.
+        # Independent sums hide the latency of additions. For float32 weights, as routers have, there is one sum: a
+        # column is a cache line, whose load takes longer than an addition. And with one sum, a row's result has the
+        # same bits for p = 1 and p > 1.
         chains = FLOAT_UNROLL if acts.p == 1 and name != "f32" else 1
         sums = _Sums(len(tokens) * count * chains, lanes)
         read = {"f32": widen, "f16": self.isa.half, "bf16": bf16}[name]
@@ -328,8 +331,8 @@ class Products:
 
 
 def emit_products(op: MatrixProduct, arch: Arch, plan: AnyPlan | None, params: Sequence[Buffer]) -> Products:
-    """Products with activations of `act_params`. To be called after the last parameter: it declares views. plan: None:
-    the default."""
+    """The Products of an operator. params: from `act_params`. plan: None for the default. To be called after the last
+    parameter is declared, because it declares views."""
     p, plan = token_tile(op, arch), plan or default_plan(op, arch)
     if len(params) == 1:
         acts = Acts(p, int(params[0].shape[1]), x=params[0])
@@ -341,7 +344,8 @@ def emit_products(op: MatrixProduct, arch: Arch, plan: AnyPlan | None, params: S
 
 
 class _Sums:
-    """Float32 accumulators in registers: buffers of one vector each, which LLVM promotes."""
+    """`count` float32 vectors of sums in registers: each is a buffer of its own, which LLVM promotes to a register.
+    Indices are known at compile time."""
 
     def __init__(self, count: int, lanes: int):
         self.index, self.lanes = at(0, lanes), lanes
@@ -357,7 +361,7 @@ class _Sums:
 
 
 class _StackSums(_Sums):
-    """Sums at places that are not known at compile time."""
+    """`count` float32 vectors of sums on the stack. Indices may be expressions."""
 
     def __init__(self, count: int, lanes: int):
         self.lanes, self.buffer = lanes, registers(count, lanes)
@@ -370,7 +374,7 @@ class _StackSums(_Sums):
 
 
 def _prefetch(buf: Buffer, tile: Expr, block: Expr, size: int, plan: Plan) -> None:
-    """Prefetches `size` elements, plan.ahead bytes ahead of [tile, block, 0]."""
+    """Prefetches `size` elements that are plan.ahead bytes after buf[tile, block, 0]."""
     width = DataType(buf.dtype).bits // 8
     for line in range(0, size if plan.ahead else 0, LINE // width):
         prefetch(buf, tile, block, line, ahead=plan.ahead // width, locality=plan.locality)

@@ -1,20 +1,19 @@
-"""Weights from their planes to registers: 32 columns of one register's rows, for every int8 format.
+"""Loads weights of all int8 formats from their planes to registers, a block of 32 columns of isa.lanes rows at a time.
 
-In: a Format, its planes as buffers (layout "tile16": `planes.py`), an instruction set. Out, per block of 32 columns:
+In: a Format, its planes as buffers (layout "tile16", planes.py), an instruction set. Out: a `Block`:
 
     weights    eight registers in the form that `isa.dot` takes, four columns each
-    scales     one float32 vector per group of columns (one group of 32, or two of 16)
-    offsets    per group the float32 vector that is added for each unit of d*sum(q); empty for formats without a minimum
+    scales     a float32 vector for each group of columns (one group of 32, or two of 16)
+    offsets    for each group a float32 vector, the factor of d*sum(q); empty for formats without a minimum
 
-so that a token's share of the block is, summed over the groups g, with the int32 dot product `dot_g` and the token's d
-and q:
+The product of a block with a token's activations (d and q of quantize.py) is the sum over its groups g of
 
     d * (dot_g - zero * sum(q_g)) * scales[g]  +  d * sum(q_g) * offsets[g]
 
-`zero` is `zero_point(fmt, isa)`: the code that means 0, or what the instruction set adds to signed weights.
+where dot_g is the int32 dot product of weights and q, and zero = zero_point(fmt, isa).
 
-A prefill kernel goes through its weights once for each tile of tokens; `Unpacked` has the same Blocks, to the bit, of a
-task's tiles of rows in a buffer of the thread, so that bits and scales are unpacked only once.
+A prefill kernel needs its weights once for each tile of tokens. `Unpacked` stores the Blocks of a task in a buffer of
+the thread, so that codes and scales are unpacked only once. The Blocks are equal, bit for bit.
 """
 
 from typing import NamedTuple
@@ -28,11 +27,11 @@ from mlc_amd.schedules.decode import minifloat
 from mlc_amd.schedules.formats import PLANE_BITS, Format
 from mlc_amd.schedules.tir import Buffer, Expr
 
-Planes = dict[str, Buffer]  # by name
+Planes = dict[str, Buffer]  # the planes of a weight: name to buffer
 
 
 class Block(NamedTuple):
-    """One block's registers, see the module's docstring."""
+    """The registers of a block, see the module's docstring."""
 
     weights: list[Expr]
     scales: list[Expr]
@@ -40,23 +39,26 @@ class Block(NamedTuple):
 
 
 def zero_point(fmt: Format, isa: Isa) -> int:
-    """The number to subtract from a dot product per unit of the activations' sum."""
+    """The factor of sum(q) that is subtracted from a dot product: the code that means 0, or the constant that the
+    instruction set adds to signed weights."""
     return isa.signed_zero if fmt.signed or fmt.table else fmt.zero
 
 
 def groups(fmt: Format) -> int:
-    """Groups of columns with their own scale in a block of 32: 1 or 2."""
+    """The number of groups of columns with their own scale in a block of 32: 1 or 2."""
     return BLOCK // fmt.group
 
 
 def step(fmt: Format, isa: Isa) -> int:
-    """Registers (a divisor of a group's) that `isa.dot` may take in one call without overflow."""
+    """The number of registers that one call of `isa.dot` may take without overflow, a divisor of a group's number of
+    registers."""
     top = None if fmt.signed or fmt.table else 2 ** sum(PLANE_BITS[p] for p in fmt.codes) - 1
     return min(isa.step(top), QUADS // groups(fmt))
 
 
 def codes(fmt: Format, bufs: Planes, tile: Expr, row: int, block: Expr, lanes: int) -> list[Expr]:
-    """The eight uint8 registers of codes: rows `row`.. of the tile, columns 4*j.. of the block in register j."""
+    """The codes of a block as eight uint8 registers: register j has columns 4*j .. 4*j+3 of the rows from `row` on of
+    the tile."""
     parts: list[Expr] = [None] * QUADS
     n, filled = 4 * lanes, 0
     for plane in fmt.codes:
@@ -65,8 +67,7 @@ def codes(fmt: Format, bufs: Planes, tile: Expr, row: int, block: Expr, lanes: i
         for line in range(QUADS // per_byte):
             x = T.Bind(bufs[plane][tile, block, at(line * 64 + row * 4, n)])
             for i in range(per_byte):
-                # a nibble plane holds columns 4*j.. and 16+4*j.. in one byte, the others neighbours of the same 64-byte
-                # line
+                # A byte of Q4 has columns from registers j and j + 4; a byte of other planes, from consecutive ones.
                 j = line + i * (QUADS // per_byte) if plane == "Q4" else line * per_byte + i
                 part = x if bits == 8 else _field(x, i * bits, bits, filled, n)
                 parts[j] = part if parts[j] is None else parts[j] | part
@@ -75,7 +76,7 @@ def codes(fmt: Format, bufs: Planes, tile: Expr, row: int, block: Expr, lanes: i
 
 
 def _field(x: Expr, first: int, bits: int, to: int, n: int) -> Expr:
-    """Bits first..first+bits of each byte of x, moved to bit `to`."""
+    """`bits` bits of each byte of x, from bit `first` on, moved to bit `to`; the other bits are 0."""
     if first > to:
         x = T.shift_right(x, splat(T.uint8(first - to), n))
     elif first < to:
@@ -84,7 +85,7 @@ def _field(x: Expr, first: int, bits: int, to: int, n: int) -> Expr:
 
 
 def scales(fmt: Format, bufs: Planes, tile: Expr, row: int, block: Expr, isa: Isa) -> tuple[list[Expr], list[Expr]]:
-    """(scales, offsets) of the groups of a block, float32 vectors of the rows `row`.. of the tile."""
+    """(scales, offsets) of a block: for each group a float32 vector of the rows from `row` on of the tile."""
     lanes = isa.lanes
 
     def plane(name: str, index: Expr) -> Expr:
@@ -113,7 +114,7 @@ def scales(fmt: Format, bufs: Planes, tile: Expr, row: int, block: Expr, isa: Is
 
 
 def load(fmt: Format, bufs: Planes, tile: Expr, row: int, block: Expr, isa: Isa) -> Block:
-    """The Block of rows `row`..`row + isa.lanes` of a tile of 16, columns 32*block.. ."""
+    """The Block of rows row .. row + isa.lanes - 1 of a tile of 16, columns 32*block .. 32*block + 31."""
     weights = codes(fmt, bufs, tile, row, block, isa.lanes)
     if fmt.signed or fmt.table:
         weights = [isa.lookup(fmt.table, x) if fmt.table else isa.signed(x) for x in weights]
@@ -121,17 +122,18 @@ def load(fmt: Format, bufs: Planes, tile: Expr, row: int, block: Expr, isa: Isa)
 
 
 def unpacked_bytes(fmt: Format, rows: int, k: int) -> int:
-    """Bytes of `rows` unpacked rows of k columns."""
+    """Bytes of `rows` rows of k columns in an `Unpacked`."""
     return rows * (k + k // BLOCK * 4 * _factors(fmt))
 
 
 def _factors(fmt: Format) -> int:
-    """Scales and offsets of a row in a block of 32 columns."""
+    """The number of scales and offsets of a row in a block of 32 columns."""
     return groups(fmt) * (2 if fmt.minimum else 1)
 
 
 class Unpacked:
-    """The `held` tiles of a weight of k columns from tile `first` on. The constructor emits the unpacking."""
+    """The Blocks of `held` tiles of a weight of k columns, from tile `first` on, in a buffer of the thread. The
+    constructor emits the code that unpacks them."""
 
     def __init__(self, fmt: Format, bufs: dict[str, Buffer], first: Expr, held: int, k: int, isa: Isa):
         lanes, blocks = isa.lanes, k // BLOCK
@@ -148,7 +150,7 @@ class Unpacked:
 
 
 class UnpackedTile(NamedTuple):
-    """One of an Unpacked's tiles."""
+    """Tile number t of an Unpacked."""
 
     unpacked: Unpacked
     t: Expr
@@ -158,7 +160,7 @@ class UnpackedTile(NamedTuple):
         return self.unpacked.fmt
 
     def load(self, row: int, b: Expr) -> Block:
-        """The Block of the tile's rows `row`.. ."""
+        """The Block number b of the rows from `row` on of the tile."""
         kept, t, fmt, isa = self.unpacked, self.t, self.unpacked.fmt, self.unpacked.isa
         lanes, parts = isa.lanes, groups(fmt)
         weights = [T.Bind(kept.codes[t, b, row // lanes, j, at(0, 4 * lanes)]) for j in range(QUADS)]

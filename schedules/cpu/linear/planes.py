@@ -1,20 +1,20 @@
-"""The CPU's weight layout "tile16": how the weights of a linear layer lie in memory, and how to read one of them.
+"""The CPU's weight layout "tile16": how a weight matrix is stored in memory, as planes.
 
-In: a format (name or Format) and the matrix's shape: N rows (outputs) by K columns (inputs). Out: shapes and dtypes of
-the planes (`planes`), a TensorIR expression for one weight (`decode`), and kernels that decode rows of an embedding
-table (`embed`) or a whole matrix (`dequantize`).
+In: a format (name or Format), and the shape of the matrix: N rows (outputs) by K columns (inputs). Out: the shapes and
+dtypes of its planes (`planes`), a TensorIR expression for one weight (`decode`), and kernels that decode rows of an
+embedding table (`embed`) or a whole matrix (`dequantize`).
 
-Rows come in tiles of 16 (N is padded to a multiple of 16 with zeros), NT tiles; columns in blocks of 32, KB blocks. The
-tile is the outermost axis of every plane, so a matrix is the concatenation of its tiles. Lanes of a vector are rows: 64
-bytes of a code plane are 4 consecutive columns of each of 16 rows, the operand of one byte dot product instruction, and
-no reduction crosses lanes. In a block, with row r of the tile and column 4*j + i (i < 4, j < 8):
+Rows are in NT tiles of 16; N is padded to a multiple of 16 with zeros. Columns are in KB blocks of 32. The tile is the
+first dimension of every plane, so a matrix is the concatenation of its tiles. A vector lane is a row: 64 bytes of a
+code plane are 4 consecutive columns of each of 16 rows, an operand of an instruction for dot products of bytes. No
+reduction crosses lanes. In a block, for row r of the tile and column 4*j + i (i < 4, j < 8):
 
     Q4 uint8 [NT, KB, 256]      byte (j % 4)*64 + r*4 + i: low nibble for j < 4, high nibble for j >= 4
     Q2 uint8 [NT, KB, 128]      byte (j // 4)*64 + r*4 + i: bits 2*(j % 4) and the next
     Q1 uint8 [NT, KB, 64]       byte r*4 + i: bit j
     Q8 uint8 [NT, KB, 512]      byte j*64 + r*4 + i (the bits of an int8)
-    D, DM float16               [NT, KB, 16], one a block; [NT, K/256, 16], one a super-block, for formats with
-                                256-column blocks
+    D, DM float16               [NT, KB, 16]: one for each block; for formats with GGUF blocks of 256 columns
+                                [NT, K/256, 16]: one for each of these
     M float16 [NT, KB, 16]      minimums
     S [NT, K/group, 16]         sub-scales: uint8 (q4_k, q5_k, iq1 to iq3; q2_k: low nibble scale, high nibble
                                 minimum), int8 (q3_k, q6_k, iq4_xs) or minifloats as uint8 (mxfp4, nvfp4)
@@ -41,7 +41,7 @@ ROWS, BLOCK = 16, 32
 
 
 def planes(fmt: str | Format, n: int, k: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Name -> (shape, dtype) of the planes of an n x k matrix, in the order in which kernels take them. UserError when
+    """Name to (shape, dtype) of each plane of an n x k matrix, in the order of kernels' parameters. Raises UserError if
     k is not a multiple of the format's block."""
     fmt = lookup(fmt)
     if k % fmt.block:
@@ -58,18 +58,19 @@ def planes(fmt: str | Format, n: int, k: int) -> dict[str, tuple[tuple[int, ...]
 
 
 def plane_bytes(fmt: str | Format, n: int, k: int) -> int:
-    """Total bytes of the planes of an n x k matrix."""
+    """The bytes of all planes of an n x k matrix."""
     size = {"float32": 4, "float16": 2, "uint16": 2, "uint8": 1, "int8": 1}
     return sum(prod(shape) * size[dtype] for shape, dtype in planes(fmt, n, k).values())
 
 
 def emit_planes(fmt: str | Format, n: int, k: int, prefix: str = "") -> dict[str, Buffer]:
-    """Declares the parameters of a weight's planes, their names after the prefix: name to buffer, in order."""
+    """Declares a parameter for each plane of a weight, named prefix + name of the plane. Returns name to buffer, in
+    order."""
     return {name: T.arg(prefix + name, T.buffer(*plane)) for name, plane in planes(fmt, n, k).items()}
 
 
 def _bits(plane: str, column: Expr) -> tuple[Expr, Expr]:
-    """(64-byte group, first bit in the byte) of a column (0..31) in a code plane."""
+    """(number of the 64-byte group, number of the first bit in its byte) of a column, 0 to 31, in a code plane."""
     j = column // 4
     return {"Q1": (0, j), "Q2": (j // 4, j % 4 * 2), "Q4": (j % 4, j // 4 * 4), "Q8": (j, 0)}[plane]
 
@@ -90,7 +91,7 @@ def _code(fmt: Format, bufs: dict, n: Expr, k: Expr) -> Expr:
 
 
 def _lookup_table(table: tuple[int, ...], code: Expr) -> Expr:
-    """table[code] of 8 or 16 int8 values without memory: a byte of one of two 64-bit constants, as int32."""
+    """table[code] as int32, without a load: a byte of one of two 64-bit constants. table: 8 or 16 int8 values."""
     packed = bytes(v & 255 for v in table) * (16 // len(table))
     low, high = (tirx.const(int.from_bytes(packed[i : i + 8], "little", signed=True), "int64") for i in (0, 8))
     word = tirx.Select(code < 8, low, high)
@@ -98,10 +99,9 @@ def _lookup_table(table: tuple[int, ...], code: Expr) -> Expr:
 
 
 def decode(fmt: str | Format, bufs: dict, n: Expr, k: Expr) -> Expr:
-    """Weight (n, k) as a float32 expression, bit for bit that of gguf-py's `dequantize`.
+    """Weight (n, k) as a float32 expression, equal to that of gguf-py's `dequantize`, bit for bit.
 
-    bufs: name -> the plane of `planes`, a buffer of TVMScript's builder or a TE tensor; n, k: int32 or int64
-    expressions, or ints.
+    bufs: name to plane, a buffer of TVMScript's builder or a TE tensor. n, k: int32 or int64 expressions, or ints.
     """
     fmt = lookup(fmt)
     n, k = (tirx.const(x, "int32") if isinstance(x, int) else x for x in (n, k))
@@ -114,8 +114,7 @@ def decode(fmt: str | Format, bufs: dict, n: Expr, k: Expr) -> Expr:
 
 
 def dequantize(fmt: str | Format, n: int, k: int, name: str = "dequantize") -> tirx.PrimFunc:
-    """PrimFunc (planes..., W float32 [n, k]): the matrix decoded by `decode`, in parallel over rows. For tests, not a
-    fast path."""
+    """PrimFunc (planes..., weights float32 [n, k]): the matrix decoded by `decode`. For tests, not fast."""
     with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True})
@@ -128,21 +127,20 @@ def dequantize(fmt: str | Format, n: int, k: int, name: str = "dequantize") -> t
     return func
 
 
-COLUMNS = 32  # of a block, of which four are adjacent in memory
-# Unrolled here, because a loop whose addresses contain column % 4 is miscompiled: LLVM 22's vectorizer takes eight
-# bytes in a row.
+COLUMNS = 32  # columns of a block
+# Columns that are adjacent in memory. Loops over them are unrolled here, because LLVM 22's vectorizer miscompiles a
+# loop whose addresses contain column % 4: it loads eight consecutive bytes.
 QUAD = 4
 
 
 @registry.builds(Embed)
 def embed(op: Embed, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
     """Kernel (state int32[4], tokens int32[m], [features [m, features]], planes of the [vocab, k] table, X
-    float32 [m, k]): X[i] = table[tokens[i]] * scale for live i, or the row of features of a negative token. Token ids
-    outside the vocabulary read its first or last row (nothing out of bounds). UserError when the format does not allow
-    k."""
+    float32 [m, k]): for live i, X[i] = table[tokens[i]] * scale, or the first k columns of features[i] if tokens[i] is
+    negative. Token ids outside the vocabulary are clamped. Raises UserError if the format does not allow k."""
     k, m = op.k, op.m
     step, quad = (COLUMNS, QUAD) if k % COLUMNS == 0 else (1, 1)
-    # tasks of a row: a single row keeps several threads busy
+    # tasks of a row, so that even a single row uses several threads
     chunks = next(n for n in (16, 8, 4, 2, 1) if k // step % n == 0)
     with kernel(name) as (builder, state):
         tokens = T.arg("tokens", T.buffer((m,), "int32"))

@@ -1,23 +1,22 @@
-"""Activations as int8 blocks of 32 columns, in the one layout that every int8 format's linear kernel reads; the kernels
-that quantize rows or norm them.
+"""The CPU's layout "tiles" of activations, int8 blocks of 32 columns, which the linear kernels of all int8 formats
+read. And the kernels of norms and of `Quantize`, which produce it.
 
     A int8    [MT, KB, P, 32]   q = rint(x * (127 / amax)), amax = largest |x| of the 32 columns of one token
-    S float32 [MT, KB, 8, P]    rows ("int32": the row holds an int32's bits, so that integer dot products can start
-                                from it):
+    S float32 [MT, KB, 8, P]    eight numbers ("rows") for each block; "int32" means the bits of an int32, from which
+                                integer dot products can start:
         0  d = amax / 127                   1  d * sum(q)               2  int32: -sum(q)
         3  d * sum(q[:16])                  4  d * sum(q[16:])
-        5  int32: -sum(q[:16])              6  int32: -sum(q[16:])      7  never written, never read
+        5  int32: -sum(q[:16])              6  int32: -sum(q[16:])      7  not used
 
-Token m of a chunk lives at [m // P, :, m % P]; KB = columns / 32, MT = ceil(M / P). Row 1 serves formats with a minimum
-per 32 columns, row 2 those with a zero point, rows 3 to 6 the same for formats with scales per 16 columns: one
-quantization serves weights of all formats.
+Token m is at [m // P, :, m % P]; KB = columns / 32, MT = ceil(M / P). Weight formats with a minimum need row 1, formats
+with a zero point row 2, and formats with scales for 16 columns rows 3 to 6. So the same activations serve all formats.
 
-    rms_norm    y = x * G / sqrt(mean(x*x) + eps), as float32 or straight to int8 blocks, or both
-    layer_norm  y = z * G / sqrt(mean(z*z) + eps) + B, z = x - mean(x), likewise
-    quantize    x, or x times Hadamard matrices, to int8 blocks or float32
+    rms_norm    y = x * G / sqrt(mean(x*x) + eps), as int8 blocks, float32 or both
+    layer_norm  y = z * G / sqrt(mean(z*z) + eps) + B, z = x - mean(x), in the same forms
+    quantize    y = x, or x times Hadamard matrices, as int8 blocks or float32
 
-Rows that are not live are left as they were. A single row takes less time than waking the other threads, so work is
-split by rows, never by columns.
+Outputs of rows that are not live are not written. Work is divided by rows only, because a single row takes less time
+than waking other threads.
 """
 
 import functools
@@ -50,17 +49,16 @@ from mlc_amd.schedules.operators import LayerNorm, Quantize, RmsNorm
 from mlc_amd.schedules.operators.layouts import output_rows
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
-Load = Callable[[Expr, Expr], Expr]  # a vector of float32 by two indices
-BLOCK = 32  # columns that share a scale
+Load = Callable[[Expr, Expr], Expr]  # loads a float32 vector; arguments: see `Output`
+BLOCK = 32  # columns of a block
 FIELDS = 8  # rows of S
-# Below this the quotient 127 / amax could overflow: such a block becomes zeros.
-TINY = 1e-30
-GROUP = 4  # tokens whose scalars are computed as one vector
+TINY = 1e-30  # a block with a smaller amax becomes zeros, because 127 / amax could overflow
+GROUP = 4  # tokens whose rows of S are computed together, as vectors
 
 
 def act_args(m: int, k: int, p: int, suffix: str = "") -> tuple[Buffer, Buffer]:
-    """Declares the parameters A and S for `m` tokens of `k` columns in tiles of `p` tokens. UserError unless 32 divides
-    k."""
+    """Declares the parameters A and S for `m` tokens of `k` columns in tiles of `p` tokens. Raises UserError unless k
+    is a multiple of 32."""
     if k % BLOCK:
         raise UserError(
             f"int8 activations need a multiple of {BLOCK} columns, not {k}; use a float weight format for this layer"
@@ -71,8 +69,8 @@ def act_args(m: int, k: int, p: int, suffix: str = "") -> tuple[Buffer, Buffer]:
 
 
 class Output:
-    """The rows [m, k] that a kernel makes: int8 blocks in tiles of p rows if `quantized`, else float32. Declares the
-    parameters A and S, each with the suffix, or `name`."""
+    """The result [m, k] of a kernel: int8 blocks in tiles of p rows if `quantized`, else float32. Declares its
+    parameters: A and S with the suffix in their names, or `name`."""
 
     def __init__(self, m: int, k: int, p: int, quantized: bool, name: str, suffix: str = ""):
         self.p, self.quantized = p, quantized
@@ -81,7 +79,7 @@ class Output:
         )
 
     def store_block(self, x0: Expr, x1: Expr, row: Expr, block: Expr) -> None:
-        """Stores columns 32*block .. of a row. x0, x1: float32x16, columns 0..15 and 16..31 of the block."""
+        """Stores a block of 32 columns of a row. x0, x1: float32x16, columns 0..15 and 16..31 of the block."""
         if not self.quantized:
             for half, x in enumerate((x0, x1)):
                 store(self.buffers[0], x, row, at(block * BLOCK + half * LANES))
@@ -97,8 +95,8 @@ class Output:
             store(S, value, tile, block, field, place)
 
     def store_head(self, load: Load, row: Expr, head: Expr, d: int) -> None:
-        """Stores columns head*d .. of a row, d of them. load(c, n): columns head*d+c .. of the row, n of them, a
-        float32 vector. d: a multiple of 8, and of 32 if quantized."""
+        """Stores the d columns of a head of a row. load(c, n): returns columns c .. c+n-1 of the head, a float32
+        vector. d: a multiple of 8, and of 32 if quantized."""
         if d % BLOCK:
             for c in range(0, d, LANES):
                 n = min(LANES, d - c)
@@ -109,9 +107,9 @@ class Output:
             self.store_block(low, high, row, head * (d // BLOCK) + block)
 
     def store_tile(self, load: Load, tile: Expr, block: Expr, rows: Expr) -> None:
-        """Stores columns 32*block .. of the first `rows` of the p rows of a tile, and what it likes in the others; int8
-        blocks have the same bits as of `store_block`, but the scalars of several tokens are computed as one vector.
-        load(row, c): columns c .. c+15 of the block in the tile's row `row`, float32x16."""
+        """Stores a block of 32 columns of the first `rows` of the p rows of a tile; the other rows have no meaning
+        afterwards. load(row, c): returns columns c .. c+15 of the block in row `row` of the tile, float32x16. The bits
+        are those of `store_block`, but rows of S are computed as vectors, for several tokens together."""
         if not self.quantized:
             with T.serial(rows) as row:
                 for c in range(0, BLOCK, LANES):
@@ -139,25 +137,25 @@ class Output:
 
 
 def magnitudes(x: list[Expr]) -> Expr:
-    """The larger magnitude of each lane of a block's two vectors, as int32: magnitudes compare like their bits, and
-    LLVM's fmax would handle NaNs at each step."""
+    """The larger magnitude in each lane of a block's two vectors, as its bits, int32. The bits of magnitudes have the
+    same order as the magnitudes, and LLVM's fmax would take more instructions, to handle NaNs."""
     return T.Bind(T.max(*(T.reinterpret(dtype("int32", LANES), v) & i32(0x7FFFFFFF) for v in x)))
 
 
 def _inverse(top: Expr, n: int) -> Expr:
-    """127 / top, `n` lanes; 0 for tiny ones."""
+    """127 / top of `n` lanes; 0 where top is at most TINY."""
     return T.Bind(T.Select(top > f32(TINY, n), f32(127, n) / top, f32(0, n)))
 
 
 def _emit_steps(x: Expr, inverse: Expr, A: Buffer, *place: Expr) -> Expr:
-    """Stores a vector rounded to int8 steps, and returns the steps as int32."""
+    """Stores the int8 values q = rint(x * inverse), and returns them as int32."""
     q = T.Bind(T.cast(T.nearbyint(x * splat(inverse)), dtype("int32", LANES)))
     store(A, T.cast(q, dtype("int8", LANES)), *place)
     return q
 
 
 def _fields(top: Expr, low: Expr, high: Expr, n: int) -> tuple[Expr, ...]:
-    """The rows of S of `n` tokens, one to a lane, from their amplitudes and sums."""
+    """Rows 0 to 6 of S for `n` tokens, one in each lane. top: amax; low, high: the sums of q of the block's halves."""
     d = T.Bind(top / f32(127, n))
     sums = (T.Bind(low + high), low, high)
     scaled = [d * T.cast(s, dtype("float32", n)) for s in sums]
@@ -165,12 +163,12 @@ def _fields(top: Expr, low: Expr, high: Expr, n: int) -> tuple[Expr, ...]:
     return d, scaled[0], negative[0], scaled[1], scaled[2], negative[1], negative[2]
 
 
-Columns = Callable[[Expr], Expr]  # from a vector of columns to their values, float32x16
+Columns = Callable[[Expr], Expr]  # a function of a vector of column numbers that returns their values, float32x16
 
 
 def _mean(k: int, term: Columns) -> Expr:
-    """The mean of term(columns), float32x16, over the k columns, and what is to be added: a scalar. Independent sums
-    hide the latency of additions."""
+    """The mean of term(columns) over the k columns, a scalar. It uses independent sums, which hide the latency of
+    additions."""
     sums = next(n for n in (4, 2) if k % (n * LANES) == 0)
     acc = T.alloc_buffer((sums * LANES,), "float32", scope="local")
     for i in range(sums):
@@ -184,7 +182,7 @@ def _mean(k: int, term: Columns) -> Expr:
 
 
 def _inverse_deviation(k: int, eps: float, value: Columns) -> Expr:
-    """1 / sqrt(mean of the squares of value(columns) + eps), a scalar in a register."""
+    """1 / sqrt(mean of value(columns)**2 + eps), a scalar in a register."""
 
     def square(columns: Expr) -> Expr:
         x = T.Bind(value(columns))
@@ -194,7 +192,8 @@ def _inverse_deviation(k: int, eps: float, value: Columns) -> Expr:
 
 
 def _answer_count(state: Buffer, m: int, most: int) -> Expr:
-    """Answers of a step of m, at most `most`: one for each single row, and one for the chunk if there is one."""
+    """The number of rows that a norm of a step of m rows returns with rows = "answers:most": one for each single row,
+    and one for the chunk if there is one, but at most `most`."""
     live = live_rows(state, m)
     single = T.Bind(T.max(T.min(state[0], live), T.int32(0)))
     return T.Bind(T.min(single + T.Select(single < live, T.int32(1), T.int32(0)), T.int32(most)))
@@ -205,8 +204,8 @@ def norm(op: RmsNorm | LayerNorm, arch: Arch, name: str, plan: None = None) -> t
     """Kernel (state int32[4], X float32 [m, k], G float32 [k], [B float32 [k] if a LayerNorm has a bias], then A, S of
     [n, k] in tiles if `layout`, else Y float32 [n, k]).
 
-    both: Y after A, S as well. rows: which rows are normalized, and so n: see `layouts.output_rows`. UserError
-    unless 32 divides k.
+    both: Y also follows A and S. rows: which n rows are normalized, see `layouts.output_rows`. Raises UserError unless
+    k is a multiple of 32.
     """
     k, m, out_m, quantized = op.k, op.m, output_rows(op.rows, op.m), bool(op.layout)
     if k % BLOCK:
@@ -217,7 +216,7 @@ def norm(op: RmsNorm | LayerNorm, arch: Arch, name: str, plan: None = None) -> t
         outputs = [Output(out_m, k, p, kind, "Y") for kind in kinds]
         loop = row_loop(state, out_m) if op.rows == "all" or out_m == 1 else T.parallel(_answer_count(state, m, out_m))
         with loop as i:
-            # of an answer: of the single rows the i-th, then the chunk's last one
+            # the row of X for output row i: with "answers" the i-th single row, then the last row of the chunk
             source = i if op.rows == "all" else T.Bind(T.Select(i < state[0], i, live_rows(state, m) - 1))
             mean = None
             if isinstance(op, LayerNorm):
@@ -242,8 +241,8 @@ def norm(op: RmsNorm | LayerNorm, arch: Arch, name: str, plan: None = None) -> t
 
 @registry.builds(Quantize)
 def quantize(op: Quantize, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X float32 [m, k], A, S, or with layout "" Y float32 [m, k]): the live rows, times
-    Hadamard matrices if op.rotation, to int8 blocks in tiles. UserError unless 32 divides k."""
+    """Kernel (state int32[4], X float32 [m, k], A, S, or with layout "" Y float32 [m, k]): stores the live rows, with
+    op.rotation multiplied by Hadamard matrices. Raises UserError unless k is a multiple of 32 (for A and S)."""
     with kernel(name) as (builder, state):
         X = T.arg("X", T.buffer((op.m, op.k), "float32"))
         output, size = Output(op.m, op.k, tile_rows(op.m, arch), bool(op.layout), "Y"), op.rotation or BLOCK

@@ -1,4 +1,4 @@
-"""Matrices that mix residual streams on the CPU (schedules/operators/streams.py)."""
+"""The kernel of `Sinkhorn` on the CPU (schedules/operators/streams.py)."""
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
@@ -13,7 +13,7 @@ from mlc_amd.schedules.tir import Expr, declared
 
 @registry.builds(Sinkhorn)
 def sinkhorn(op: Sinkhorn, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X, Y)."""
+    """Kernel (state int32[4], X float32 [m, count * count], Y float32 [m, count * count])."""
     n = op.count
     with kernel(name) as (builder, state):
         X, Y = declared(X=(op.m, n * n), Y=(op.m, n * n))
@@ -21,7 +21,7 @@ def sinkhorn(op: Sinkhorn, arch: Arch, name: str, plan: None = None) -> tirx.Pri
             own, total, top = registers(n * n), registers(1), registers(1)
 
             def divide(first: Expr, step: int) -> None:
-                """A row or a column by its sum."""
+                """Divides n elements, from `first` on at a distance of `step`, by their sum plus eps."""
                 store(total, T.float32(op.eps), 0)
                 with T.serial(n) as i:
                     store(total, total[0] + own[first + i * step], 0)

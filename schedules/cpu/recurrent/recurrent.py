@@ -1,7 +1,8 @@
-"""The operators of recurrent layers (schedules/operators/recurrent.py): those whose state is a matrix for each head,
-what a delta net keeps of each channel, the causal convolution before them, and the gate after a mixer.
+"""The kernels of schedules/operators/recurrent.py on the CPU: mixers whose state is a matrix for each head, the decay
+of channels, the causal convolution, and the gate.
 
-Of a matrix a thread has 16 columns at a time, which fit the cache, and goes through all rows; of a convolution, too.
+A task of a mixer is 16 columns of a matrix or of a convolution, for all rows of the step. These columns of a state stay
+in the cache meanwhile.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,17 +34,17 @@ from mlc_amd.schedules.runs import (
 )
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
-STEP = 8  # rows of a delta net's matrix that are loaded together
-SSM_STEP = 4  # the same of a state space's
-SUMS = 2  # independent sums of each product
+STEP = 8  # rows of a delta net's matrix in a step of the loop
+SSM_STEP = 4  # rows of an SSM's matrix in a step of the loop
+SUMS = 2  # independent sums of each product, which hide the latency of additions
 
 
 @contextmanager
 def _each_row(
     op: DeltaNet | SsmScan, state: Buffer, rows: Buffer, cells: Buffer, live: Expr, clear: Callable[[Expr], None]
 ) -> Iterator[tuple[Expr, Expr, Expr]]:
-    """The loop over the rows of all runs: (row, cell of the state before it, cell of the one after it). clear(cell):
-    emits the zeros that come before position 0."""
+    """The loop over the rows of all runs: (row, cell of the state before the row, cell of the state after the row).
+    clear(cell): emits code that sets a state to zeros, for runs that begin at position 0."""
     with T.serial(T.min(live, T.int32(runs(op.m, op.single)))) as first, T.If(begins(rows, first)), T.Then():
         places = RunCells(rows, cells, first, op.single)
         before = T.alloc_buffer((1,), "int32", scope="local")
@@ -59,9 +60,9 @@ def _each_row(
 
 @registry.builds(DeltaNet)
 def delta_net(op: DeltaNet, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], those of `delta_args`). A thread reads the rows of its columns to multiply k and q by M,
-    and once more to change it, so that y = decay * M^T q + (q . k) t takes no third time. ValueError unless 16 divides
-    d."""
+    """Kernel (state int32[4], the parameters of `delta_args`). For each token a thread reads its columns of M twice:
+    for M^T k and M^T q, and to update M. As y = decay * M^T q + (q . k) t, y does not need the updated M. Raises
+    ValueError unless d is a multiple of 16."""
     key_heads, value_heads, d, m = op.key_heads, op.value_heads, op.d, op.m
     if d % LANES:
         raise ValueError(f"heads of {d} columns: they must be a multiple of {LANES}")
@@ -81,7 +82,7 @@ def delta_net(op: DeltaNet, arch: Arch, name: str, plan: None = None) -> tirx.Pr
             with _each_row(op, state, rows, cells, live, clear) as (row, source, target):
 
                 def dot(a: Expr, b: Expr) -> Expr:
-                    """Of the q or the k of the row, which begin at a and b."""
+                    """The dot product of d columns of the row's q or k: those from a on, and those from b on."""
                     total = registers(LANES)
                     store(total, f32(0.0), at(0))
                     with T.serial(blocks) as block:
@@ -124,8 +125,8 @@ def delta_net(op: DeltaNet, arch: Arch, name: str, plan: None = None) -> tirx.Pr
 
 @registry.builds(SsmScan)
 def ssm_scan(op: SsmScan, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], those of `ssm_args`). States have a row for each column of B. ValueError unless 16
-    divides d and 4 divides size."""
+    """Kernel (state int32[4], the parameters of `ssm_args`). A state is stored as [size, d]. Raises ValueError unless d
+    is a multiple of 16, and size a multiple of 4."""
     heads, d, size, groups, m = op.heads, op.d, op.size, op.groups, op.m
     if d % LANES or size % SSM_STEP:
         raise ValueError(f"heads of {d} by {size} columns: these must be multiples of {LANES} and {SSM_STEP}")
@@ -168,8 +169,8 @@ def ssm_scan(op: SsmScan, arch: Arch, name: str, plan: None = None) -> tirx.Prim
 
 @registry.builds(ChannelDecay)
 def channel_decay(op: ChannelDecay, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X, A, Dt, Y). A thread has a head. Exponentials and logarithms are the C library's, which
-    round best: states multiply their errors."""
+    """Kernel (state int32[4], X, A, Dt, Y, see `decay_args`). A task is a head. It uses exp and log of the C library,
+    which are the most precise, because errors of decays accumulate in states."""
     with kernel(name) as (builder, state):
         X, A, Dt, Y = decay_args(op)
         live = live_rows(state, op.m)
@@ -181,7 +182,8 @@ def channel_decay(op: ChannelDecay, arch: Arch, name: str, plan: None = None) ->
 
 @registry.builds(CausalConv)
 def causal_conv(op: CausalConv, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], those of `conv_args`). ValueError unless 16 divides the channels of each part."""
+    """Kernel (state int32[4], the parameters of `conv_args`). Raises ValueError unless the channels of each part are a
+    multiple of 16."""
     channels, taps, m, gated, act = op.channels, op.taps, op.m, op.gated, op.act
     bias, parts, isa = op.bias, op.parts, arch.isa
     if channels % (LANES * parts):
@@ -192,7 +194,7 @@ def causal_conv(op: CausalConv, arch: Arch, name: str, plan: None = None) -> tir
         live = live_rows(state, m)
 
         def convolve(X: Buffer, W: Buffer, before: Expr, column: Expr) -> None:
-            """16 columns of a part, which `before` columns of others precede."""
+            """Emits 16 columns of a part, from its column `column` on. before: channels of the parts before it."""
             weights = [T.Bind(W[T.ramp(column * taps + t, taps, LANES)]) for t in range(taps)]
             last = [registers(LANES) for _ in range(taps - 1)]
             with T.serial(T.min(live, T.int32(runs(m, op.single)))) as first, T.If(begins(rows, first)), T.Then():
@@ -236,11 +238,11 @@ def causal_conv(op: CausalConv, arch: Arch, name: str, plan: None = None) -> tir
 
 @registry.builds(Gate)
 def gate(op: Gate, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X, Z, G if there is an eps, then A, S in tiles if `layout` says so, else Y).
-    eps: None: no norm. ValueError unless 32 divides k, and 16 the columns of a head."""
+    """Kernel (state int32[4], X float32 [m, k], Z float32 [m, k], [G float32 [size], with eps], then A, S in tiles if
+    `layout`, else Y float32 [m, k]). Raises ValueError unless k is a multiple of 32 and, with eps, size of 16."""
     k, m, size, eps = op.k, op.m, op.size, op.eps
     if k % BLOCK or (eps is not None and size % LANES):
-        raise ValueError(f"a gate of {k} columns in heads of {size}: kernels take blocks of {BLOCK} and {LANES}")
+        raise ValueError(f"a gate needs columns in multiples of {BLOCK}, heads of {LANES}; this has {k} and {size}")
     with kernel(name) as (builder, state):
         X, Z, G = declared(X=(m, k), Z=(m, k), G=(size,) if eps is not None else None)
         output = Output(m, k, tile_rows(m, arch), bool(op.layout), "Y")

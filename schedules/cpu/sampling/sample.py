@@ -1,8 +1,9 @@
-"""The choice of a token for each row of logits, on the CPU; a thread makes a row.
+"""The kernel of `Sample` on the CPU: it chooses a token for each row of logits. A task is a row.
 
-In: logits float32 [n, columns], of which `vocab` count, and the buffers of runtime/sampling/layout.py. Out: token ids,
-and the logarithm of the probability that the logits as they are give them. A row with a logit that is NaN or infinite
-gets the id -1. A row of which the largest logit is wanted is read twice, the second time from the cache.
+In: logits float32 [n, columns], of which the first `vocab` are tokens, and the buffers of runtime/sampling/layout.py.
+Out: token ids, and the logarithms of their probabilities according to the unchanged logits. A row with a logit that is
+NaN or infinite gets the id -1. A row without a draw is read twice, for the largest logit and for its token; the second
+time from the CPU's cache.
 """
 
 import functools
@@ -36,14 +37,14 @@ from mlc_amd.schedules.sampling_machine import (
 )
 from mlc_amd.schedules.tir import Buffer, Expr
 
-UNROLL = 4  # vectors at once, for the latency of additions and comparisons
-LIST, SHORT = 2048, 64  # tokens of lists, of those in which each is compared with all others
-BLOCK = LANES * UNROLL  # tokens
-INFINITE = 0x7F800000
+UNROLL = 4  # vectors in a step, with independent results, to hide the latency of additions and comparisons
+LIST, SHORT = 2048, 64  # `size` and `small` of Machine
+BLOCK = LANES * UNROLL  # tokens in a step
+INFINITE = 0x7F800000  # the bits of an infinite float32
 
 
 class Thread(Machine):
-    """Searches a row of Adjusted."""
+    """The Machine for a row of Adjusted: one CPU thread."""
 
     threads, tid, size, small = 1, 0, LIST, SHORT
 
@@ -57,7 +58,7 @@ class Thread(Machine):
         return local(count, dtype=dtype)
 
     def barrier(self) -> None:
-        """There is nobody to wait for."""
+        """Does nothing, because there is one thread."""
 
     def exp2(self, x: Expr) -> Expr:
         return exp2(x, 1)
@@ -69,13 +70,14 @@ class Thread(Machine):
             high = None if floor is None else T.float32(-LOWEST)
             low = floor
         else:
-            # In memory, to TVM: its simplifier would put their expressions wherever they are used.
+            # In buffers, because TVM's simplifier would replace each use of bound values by their expressions.
             low, high = (Var(registers(1), bound).get() for bound in near())
         step = LANES * UNROLL
         vectors = min(UNROLL, int(self.adjusted.shape[1]) // LANES)
         with T.serial(-(-self.vocab // step)) as i:
             if low is not None:
-                # If one of `step` tokens counts, all are visited. The last ones lie across the end of those before.
+                # If one of `step` tokens is in range, all of them are visited. The vectors of the last step may overlap
+                # with those before, so as not to exceed the row.
                 first = T.Bind(T.min(i * step, T.int32(max(int(self.adjusted.shape[1]) - step, 0))))
                 found = f32(LOWEST)
                 for j in range(vectors):
@@ -92,8 +94,8 @@ class Thread(Machine):
 
 
 class RowDraw(Draw):
-    """Where there is no list, the masses of a whole row are computed once for all that a stage does with them, and the
-    draw goes through their sums."""
+    """A Draw which, without a list, stores the masses of the whole row once for each stage. The draw then searches
+    their sums by blocks, and the masses of one block."""
 
     m: Thread
 
@@ -101,13 +103,13 @@ class RowDraw(Draw):
         super().__init__(*args)
         columns = int(self.m.adjusted.shape[1])
         self.masses = local(columns, dtype="int32")
-        self.blocks = local(-(-columns // BLOCK), dtype="int32")  # their sums, BLOCK at a time
+        self.blocks = local(-(-columns // BLOCK), dtype="int32")  # sums of BLOCK masses each
 
     def _row_mass(self, token: Expr, value: Expr) -> Expr:
         return T.Bind(self.masses[token])
 
     def _add_up_row(self, mine: Var) -> None:
-        """The masses of the row's tokens, 0 for those that are not left; their sums."""
+        """Also stores the masses of the row's tokens, 0 for those that filters have removed, and the sums of blocks."""
         vocab = self.m.vocab
         threshold, last = splat(self.threshold.get()), splat(self.last.get())
         factor, scale, top = splat(self.factor.get()), splat(self.scale.get()), splat(self.top)
@@ -139,7 +141,7 @@ class RowDraw(Draw):
             block(T.int32(vocab - rest), T.int32(vocab // BLOCK), counts)
 
     def _draw_row(self) -> None:
-        """The first token with which the running sum of the masses reaches the target."""
+        """Chooses the first token with which the running sum of the masses reaches the target."""
         before, blocks = self._passed(T.int32(0), T.int32(-(-self.m.vocab // BLOCK)), self.blocks, T.int32(0))
         first = T.Bind(T.min(blocks, T.int32((self.m.vocab - 1) // BLOCK)) * BLOCK)
         inside = T.Bind(T.min(T.int32(self.m.vocab) - first, T.int32(BLOCK)))
@@ -147,7 +149,8 @@ class RowDraw(Draw):
         self.chosen.set(T.min(first + tokens, T.int32(self.m.vocab - 1)))
 
     def _passed(self, first: Expr, count: Expr, sums: Buffer, before: Expr) -> tuple[Expr, Expr]:
-        """(sum, number) of the entries from `first` on with which the target is not reached, after a sum `before`."""
+        """Adds the elements of `sums` from `first` on to `before` while the result is less than the target. Returns
+        (result, number of added elements). count: number of elements."""
         target, passed, entries = self.target.get(), self.m.cell(before), self.m.cell(T.int32(0))
         running = self.m.cell(before)
         with T.serial(count) as i:
@@ -161,7 +164,7 @@ class RowDraw(Draw):
 @registry.builds(Sample)
 def sample(op: Sample, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
     """Kernel (state, Logits float32 [m, columns], sampling, changes, allowed, Sampled int32 [m], LogProbs float32 [m],
-    Adjusted float32 [m, columns]). LogProbs is 0 unless the row asks for it. Adjusted is work space."""
+    Adjusted float32 [m, columns]). LogProbs is 0 unless the row's flags have LOGPROB. Adjusted is workspace."""
     with kernel(name) as (builder, state):
         args = sample_args(op)
         with row_loop(state, op.m) as row:
@@ -194,7 +197,8 @@ def _choose(args: SampleArgs, vocab: int, row: Expr) -> None:
 
 
 def _vectors(vocab: int, accumulators: Sequence, step: Callable[[Any, Expr, int | None], None]) -> None:
-    """step(accumulator, first column, lanes that count or None) for all vectors of a row, UNROLL at a time."""
+    """Calls step(accumulator, first column, number of lanes with tokens or None for all) for all vectors of a row, with
+    UNROLL vectors in a step of the loop."""
     whole = vocab // (LANES * UNROLL)
     with T.serial(whole) as i:
         for j in range(UNROLL):
@@ -204,7 +208,7 @@ def _vectors(vocab: int, accumulators: Sequence, step: Callable[[Any, Expr, int 
 
 
 def _inside(count: int | None, x: Expr, otherwise: Expr) -> Expr:
-    """x in the first `count` lanes (None: all), elsewhere `otherwise`."""
+    """x in the first `count` lanes (None: in all), `otherwise` in the others."""
     if count in (None, LANES):
         return x
     return T.Select(T.Cast(f"int32x{LANES}", at(0)) < i32(count), x, otherwise)
@@ -222,7 +226,7 @@ def _joined(join: Callable[[Expr, Expr], Expr], buffers: list[Buffer]) -> Expr:
 
 
 def _largest(buffer: Buffer, row: Expr, vocab: int) -> tuple[Expr, Expr]:
-    """(the largest logit, whether there is one that is NaN or infinite: int32)."""
+    """(the largest logit; int32 1 if any logit is NaN or infinite, else 0)."""
     tops, sizes = _accumulators(f32(LOWEST)), _accumulators(i32(0), "int32")
     pairs = list(zip(tops, sizes, strict=True))
 
@@ -252,7 +256,7 @@ def _first(buffer: Buffer, row: Expr, vocab: int, value: Expr) -> Expr:
 
 
 def _sum(buffer: Buffer, row: Expr, vocab: int, top: Expr, heat: Expr) -> Expr:
-    """The sum of 2**((logit - top) * heat)."""
+    """The sum over the row's tokens of 2**((logit - top) * heat)."""
     totals = _accumulators(f32(0.0))
 
     def step(total, first, count):
@@ -264,7 +268,7 @@ def _sum(buffer: Buffer, row: Expr, vocab: int, top: Expr, heat: Expr) -> Expr:
 
 
 def _copy(logits: Buffer, adjusted: Buffer, row: Expr, vocab: int) -> None:
-    """Padding becomes LOWEST."""
+    """Copies the row's logits, with LOWEST as padding."""
 
     def step(_, first, count):
         store(adjusted, _inside(count, logits[row, at(first)], f32(LOWEST)), row, at(first))
@@ -273,7 +277,7 @@ def _copy(logits: Buffer, adjusted: Buffer, row: Expr, vocab: int) -> None:
 
 
 def _adjust(args: SampleArgs, vocab: int, row: Expr, flags: Expr) -> None:
-    """The row's changes and its mask."""
+    """Applies the row's changes and its mask of allowed tokens to Adjusted."""
     words, adjusted = Words(args.words, row), args.adjusted
     penalty, inverse = words.float("penalty"), words.float("inverse")
     with T.serial(words.int("changes")) as i:

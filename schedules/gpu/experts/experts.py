@@ -1,13 +1,12 @@
-"""Rows on their way to a mixture of experts and back, in and out as in schedules/operators/experts.py: `expert_order`
-sorts pairs (row, expert) by expert, padded to whole tiles, `gather` copies rows to slots, `combine` adds up a row's
-slots. A thread of the last two has four columns of a slot or row.
+"""The kernels of a mixture of experts on GPUs that order rows: `expert_order` sorts pairs of a row and an expert by
+expert, `gather` copies rows to slots, `combine` adds the slots of a row. schedules/operators/experts.py defines pairs,
+slots and tiles. A thread of `gather` and `combine` has four columns of a slot or row.
 
-One workgroup makes the order of the live rows by a counting sort, without atomic operations: an expert's pairs stay in
-order.
-
-SEGMENT neighbouring threads work through a segment of neighbouring pairs, SEGMENT at a time: a thread compares its
-pair's expert with those of the others: so many equal ones come before it. Each segment has its own counts, which become
-the places where its pairs of each expert begin. The experts of BATCH steps are loaded together.
+`expert_order` is one workgroup, which does a stable counting sort of the live rows' pairs, without atomic operations.
+The pairs are divided into segments of consecutive pairs. SEGMENT threads process a segment, SEGMENT pairs in a step:
+each thread compares the expert of its pair with those of the other pairs of the step, and counts the equal ones before
+it. Each segment has its own counts, one for each expert. From these follow the first slots of the segment's pairs of
+each expert. The experts of BATCH steps are loaded together.
 
 A stack of `count` matrices of n rows is packed as one matrix of count * n rows: row e * n + i is row i of expert e.
 """
@@ -29,36 +28,37 @@ from mlc_amd.schedules.operators.experts import Experts
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 SEGMENT = 32
-FOUR = 4  # experts that a thread reads at once
+FOUR = 4  # experts in a load of a thread from LDS
 BATCH = 8
 NOBODY = -1  # the expert of a pair that does not exist
 
 
 def check_rows(n: int, multiple: int = ROWS) -> None:
-    """UserError unless the matrix of each expert begins where rows of packed weights may begin."""
+    """Raises UserError unless n, the rows of an expert's matrix, is a multiple of `multiple`, so that each matrix
+    begins at a tile of packed weights."""
     if n % multiple:
         raise UserError(f"experts with {n} rows are not supported: it must be a multiple of {multiple}")
 
 
 def expert_at(ids: Buffer, index: Sequence[Expr], experts: Experts) -> Expr:
-    """The expert in ids[index], in a register. The limits keep reads inside the stack, and show code generators that
-    indices made of it are not negative."""
+    """The expert in ids[index], in a register. It is clamped, so that weights are never read outside the stack, and
+    code generators know that indices computed from it are not negative."""
     return T.Bind(T.max(T.min(ids[tuple(index)], T.int32(experts.count - 1)), T.int32(0)))
 
 
 def flat(buffer: Buffer) -> Buffer:
-    """A view of a parameter with one index. To be called after the last parameter."""
+    """A view of a parameter with one dimension. To be called after the last parameter is declared."""
     return T.decl_buffer((prod(int(extent) for extent in buffer.shape),), buffer.dtype, data=buffer.data)
 
 
 def bias_args(rows: int, *names: str) -> list[Buffer]:
-    """Declares parameters of these names: a float32 for each row of a stack."""
+    """Declares parameters of these names, float32 [rows]. rows: rows of a stack."""
     return declared(**dict.fromkeys(names, (rows,)))
 
 
 def ids_arg(experts: Experts, m: int) -> Buffer:
-    """Declares the parameter Groups: the experts of the rows' slots [m, used], or of the tiles of sorted ones (see
-    schedules/operators/experts.py)."""
+    """Declares the parameter Groups: int32 [m, used], the experts of slots, if pairs are not sorted; otherwise `Groups`
+    of schedules/operators/experts.py."""
     shape = (m, experts.used) if experts.tile == 1 else (experts.groups(m),)
     return T.arg("Groups", T.buffer(shape, "int32"))
 
@@ -68,7 +68,8 @@ def ids_arg(experts: Experts, m: int) -> Buffer:
 
 @builds(ExpertOrder)
 def expert_order(op: ExpertOrder, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state, Ids, Slots int32 [m, used], Pairs int32 [slots], Groups int32 [tiles + 2 count + 1])."""
+    """Kernel (state, Ids int32 [m, used], Slots int32 [m, used], Pairs int32 [slots], Groups int32 [tiles + 2 count +
+    1])."""
     m, experts = op.m, op.of
     threads, pairs, slots = arch.threads, m * experts.used, experts.slots(m)
     chosen = m, experts.used
@@ -103,7 +104,7 @@ def expert_order(op: ExpertOrder, arch: Device, state: Buffer, plan: None) -> No
 
 
 def _fill_rest(buffer: Buffer, first: Expr, count: int, thread: Expr, threads: int) -> None:
-    """buffer[first .. count - 1] = -1, by all threads."""
+    """Sets buffer[first .. count - 1] to -1, by all threads."""
     with T.serial(-(-count // threads)) as i:
         index = T.Bind(i * threads + thread)
         with T.If((index >= first) & (index < count)), T.Then():
@@ -111,7 +112,8 @@ def _fill_rest(buffer: Buffer, first: Expr, count: int, thread: Expr, threads: i
 
 
 class _Sort:
-    """The workgroup's shared memory. counts: of each segment, by expert, `row` of them; a thread places `each`."""
+    """The sort, and its buffers in LDS. counts: for each segment `row` counts, one for each expert and padding. Thread
+    t computes the places of the experts t * each .. t * each + each - 1."""
 
     def __init__(self, arch: Device, experts: Experts, pairs: int, thread: Expr):
         self.experts, self.thread, self.threads = experts, thread, arch.threads
@@ -126,7 +128,7 @@ class _Sort:
         self.tiles = T.alloc_buffer((self.threads,), "int32", scope="shared")
 
     def count_of(self, expert: Expr) -> Expr:
-        """Where the segment's count of an expert is; of NOBODY: any."""
+        """The index of the count of an expert in this thread's segment; for NOBODY any valid index."""
         return T.Bind(self.segment * self.row + T.max(expert, T.int32(0)))
 
     def clear(self) -> None:
@@ -135,15 +137,15 @@ class _Sort:
         barrier()
 
     def each_pair(self, ids: Buffer, live: Expr, work: Callable[[Expr, Expr, Expr, Expr], None]) -> None:
-        """work(pair, expert, equal ones before it, equal ones) of this thread's pair in each step; equal among the
-        pairs of the step. It ends with a barrier."""
+        """Emits the loop over steps. It calls work(pair, expert, number of pairs with the same expert before it in the
+        step, number of pairs with the same expert in the step) for this thread's pair. work must end with a barrier."""
         with T.serial(-(-self.steps // self.batch)) as outer:
             first = T.Bind((self.segment * self.steps + outer * self.batch) * SEGMENT + self.lane)
             pairs = [T.Bind(first + i * SEGMENT) for i in range(self.batch)]
             inside = [T.Bind(T.min(pair, T.int32(int(ids.shape[0]) - 1))) for pair in pairs]
             experts = [expert_at(ids, [index], self.experts) for index in inside]
             for i, (pair, expert) in enumerate(zip(pairs, experts, strict=True)):
-                # the last batch may reach into the next segment
+                # pairs of the last batch may be in the next segment
                 mine = (pair < live) & (outer * self.batch + i < self.steps)
                 put(self.ids, T.Select(mine, expert, T.int32(NOBODY)), i * self.threads + self.thread)
             barrier()
@@ -151,7 +153,8 @@ class _Sort:
                 work(T.Bind(first + i * SEGMENT), *self._compare(T.Bind(i * self.threads)))
 
     def _compare(self, start: Expr) -> tuple[Expr, Expr, Expr]:
-        """(expert, equal ones before it, equal ones) of this thread's pair, of experts from ids[start] on."""
+        """(expert, number of equal ones before it, number of equal ones) for this thread's pair. start: the index in
+        self.ids of the step's experts."""
         expert, equal = T.Bind(self.ids[start + self.thread]), T.uint32(0)
         for first in range(0, SEGMENT, FOUR):
             four = T.Bind(self.ids[at(start + self.segment * SEGMENT + first, FOUR)])
@@ -162,15 +165,16 @@ class _Sort:
         return expert, count_ones(equal & below), count_ones(equal)
 
     def add(self, expert: Expr, before: Expr, total: Expr) -> None:
-        """Counts a step's pairs: the first one of each expert does."""
+        """Adds the pairs of a step to the counts. The thread with the first pair of each expert does it."""
         with T.If((expert >= 0) & (before == 0)), T.Then():
             index = self.count_of(expert)
             put(self.counts, self.counts[index] + total, index)
 
     def place(self, Groups: Buffer, Pairs: Buffer, tiles: int) -> Expr:
-        """Counts become first slots; stores Groups but for unused tiles, and -1 for padding. Returns the used tiles."""
+        """Replaces counts by first slots. Stores Groups without unused tiles, and -1 to Pairs for the padding within
+        used tiles. Returns the number of used tiles."""
         count, tile = self.experts.count, self.experts.tile
-        mine = [T.Bind(self.thread * self.each + i) for i in range(self.each)]  # a thread's experts
+        mine = [T.Bind(self.thread * self.each + i) for i in range(self.each)]  # this thread's experts
         totals, firsts = [], []
         for expert in mine:
             places = [T.Bind(segment * self.row + expert) for segment in range(self.segments)]
@@ -206,7 +210,7 @@ class _Sort:
         return T.Bind(T.truncdiv(pairs + (self.experts.tile - 1), T.int32(self.experts.tile)))
 
     def _scan(self, value: Expr) -> None:
-        """self.tiles[t] = the sum of the values of threads 0 .. t."""
+        """Sets self.tiles[t] to the sum of `value` of the threads 0 .. t."""
         put(self.tiles, value, self.thread)
         barrier()
         distance = 1
@@ -228,8 +232,9 @@ def _threads(k: int, arch: Device, plan: ThreadsPlan | None) -> int:
 
 @builds(Gather)
 def gather(op: Gather, arch: Device, state: Buffer, plan: ThreadsPlan | None) -> None:
-    """Kernel (state, X, [Pairs of sorted slots], [Weights], A, S | H | Y of [slots, k]): the row of each slot, times
-    its pair's weight if `weighted`. Slots of padding are left as they are: nobody reads what is computed of them."""
+    """Kernel (state, X float32 [m, k], [Pairs int32 [slots]], [Weights float32 [m, used]], then A, S | H | Y of [slots,
+    k] in `layout`): the row of each slot, multiplied by its pair's weight if `weighted`. Slots of padding are not
+    written, because their results are not used."""
     k, m, experts, layout = op.k, op.m, op.of, op.layout
     slots, threads = experts.slots(m), _threads(k, arch, plan)
     (X,), (Pairs,) = declared(X=(m, k)), declared("int32", Pairs=(slots,) if experts.tile > 1 else None)
@@ -238,7 +243,7 @@ def gather(op: Gather, arch: Device, state: Buffer, plan: ThreadsPlan | None) ->
     weights = None if Weights is None else flat(Weights)
     with (
         launch((-(-k // (threads * WIDTH)), slots), (threads,)) as (chunk, slot, thread),
-        # a loop of 0 or 1 steps: lanes exchange values
+        # a loop of 0 or 1 steps instead of an `if`, because lanes exchange values
         T.serial(1 if Pairs is None else T.Bind(T.cast(Pairs[slot] >= 0, "int32"))),
     ):
         pair = slot if Pairs is None else T.Bind(T.max(Pairs[slot], T.int32(0)))
@@ -252,7 +257,8 @@ def gather(op: Gather, arch: Device, state: Buffer, plan: ThreadsPlan | None) ->
 @builds(Combine)
 def combine(op: Combine, arch: Device, state: Buffer, plan: ThreadsPlan | None) -> None:
     """Kernel (state, X float32 [slots, n], Slots int32 [m, used], [Weights float32 [m, used]], [R float32 [m, n]], Y
-    float32 [m, n]): the sum of a live row's slots, times their weights, plus R. n: a multiple of 4."""
+    float32 [m, n]): for each live row, R plus the sum over its slots of X[slot] times the weight. n: a multiple of
+    4."""
     n, m, experts = op.n, op.m, op.of
     slots, threads = experts.slots(m), _threads(n, arch, plan)
     (X,), (Slots,) = declared(X=(slots, n)), declared("int32", Slots=(m, experts.used))

@@ -1,16 +1,18 @@
-"""The router of a mixture of experts: from each row's logits to its experts and their weights.
+"""The router of a mixture of experts on GPUs: the kernels of `Route` and `NormRoute`, which choose the experts of each
+row, and compute their weights.
 
-In: `state` int32[4], L float32 [m, n] with the logits of `count` experts in front, and optionally B (added to the
-probabilities that choose, not to the weights) and F (factors of the weights), a number for each expert. Out, for live
-rows: Ids int32 [m, used], best first, and Weights float32 [m, used]. Of equal experts the lower one is first.
+In: `state` int32[4]; L float32 [m, n], whose first `count` columns are the experts' logits; optionally, a number for
+each expert: B (added to the probabilities for the choice, but not to the weights) and F (factors of the weights). Out,
+for live rows: Ids int32 [m, used], the best expert first, and Weights float32 [m, used]. Of equal experts the one with
+the lower number is first.
 
-A wave makes a row; its lanes have the experts lane, lane + wave, ..., in registers; each of `used` steps takes the best
-one left. All arithmetic is float32: a rounded logit would choose other experts.
+A wave processes a row. A lane has the experts lane, lane + wave size, .. in registers. Each of `used` steps chooses the
+best of the remaining experts. All arithmetic is float32, because rounded logits would choose other experts.
 
-`norm_route` does that for one row in the launch that makes its logits, and the norm before them: y = x * G /
-sqrt(mean(x*x) + eps), L = y W^T [+ bias]. A workgroup makes one expert's logit: 1 / sqrt(..) is a factor of the sum of
-x * G * W, so both sums are made together. Its logit goes to Logits; in the last workgroup to arrive (`arrival.py`) a
-wave chooses.
+`norm_route` does this for one row, and before it the norm and the logits, in one launch: y = x * G / sqrt(mean(x*x) +
+eps), L = y W^T [+ bias]. A workgroup computes the logit of one expert. 1 / sqrt(..) is a factor of the sum of x * G *
+W, so the sum of squares and this sum are computed in the same loop. Each workgroup stores its logit to Logits. A wave
+of the last workgroup that arrives (base/arrival.py) chooses the experts.
 """
 
 import functools
@@ -35,27 +37,30 @@ from mlc_amd.schedules.operators.experts import GATINGS, MIN_SUM, Route, Routing
 from mlc_amd.schedules.runs import softplus
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
-THREADS = 256  # of a workgroup, at most: of 2048 columns each thread has two loads
-STEPS = 4  # whose loads are issued before the first is used
-LOWEST = -3.0e38  # below all scores
-LEAST = 1e-30  # softplus of a logit whose root is taken
-LAST = -(1 << 31)  # the key of what cannot be chosen: below those of all scores
-NONE = 1 << 30  # above all experts' numbers
+THREADS = 256  # largest number of threads of a workgroup; for 2048 columns each thread then has two loads
+STEPS = 4  # number of steps whose loads are issued before the first one is used
+LOWEST = -3.0e38  # less than all scores
+LEAST = 1e-30  # lower bound of softplus before the square root
+LAST = -(1 << 31)  # key of experts that cannot be chosen: less than the keys of all scores
+NONE = 1 << 30  # larger than the numbers of all experts
 
 
 def check(routing: Routing) -> bool:
-    """Whether some groups of experts are left out. ValueError for an unknown gating, and for groups that do not fit."""
+    """Whether experts can only be chosen from some groups. Raises ValueError for an unknown gating, for groups that do
+    not divide the experts, and if the chosen groups have too few experts."""
     count, used, groups = routing.experts, routing.used, routing.groups
     grouped = groups > 1 and routing.groups_used < groups
     if routing.gating not in GATINGS:
         raise ValueError(f"unknown gating {routing.gating!r}; known are {', '.join(GATINGS)}")
     if grouped and (count % groups or used > count // groups * routing.groups_used):
-        raise ValueError(f"{routing.groups_used} of {groups} groups of {count} experts do not have {used}")
+        raise ValueError(
+            f"{used} experts cannot be chosen from {routing.groups_used} of {groups} groups of {count} experts"
+        )
     return grouped
 
 
 def routing_args(routing: Routing) -> list[Buffer | None]:
-    """Declares the parameters B and F, as far as there are any: [B or None, F or None]."""
+    """Declares the parameters B and F if the operator has them: [B or None, F or None]."""
     each = (padded(routing.experts),)
     return declared(B=each if routing.bias else None, F=each if routing.factors else None)
 
@@ -67,8 +72,8 @@ def choice_args(routing: Routing) -> list[Buffer]:
 
 @builds(Route)
 def route(op: Route, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state, L float32 [m, n], [B float32 [count, padded to 16]], [F as B], Ids int32 [m, used], Weights
-    float32 [m, used]). ValueError as of `check`."""
+    """Kernel (state, L float32 [m, n], [B float32 [count, padded to 16]], [F, in the shape of B], Ids int32 [m, used],
+    Weights float32 [m, used]). Raises ValueError as `check` does."""
     L = T.arg("L", T.buffer((op.m, op.n), "float32"))
     B, F = routing_args(op)
     Ids, Weights = choice_args(op)
@@ -81,8 +86,9 @@ def route(op: Route, arch: Device, state: Buffer, plan: None) -> None:
 
 
 class Held:
-    """What a wave holds of a row, in registers: for each of a lane's experts its number, its probability, the score
-    that chooses it, and its place among the chosen. B, F: parameters of `route`, or None. ValueError as of `check`."""
+    """A row in the registers of a wave: for each of a lane's experts its number, its probability, its score for the
+    choice, and its place among the chosen experts. B, F: parameters of `route`, or None. Raises ValueError as `check`
+    does."""
 
     def __init__(self, arch: Device, routing: Routing, lane: Expr, B: Buffer | None, F: Buffer | None):
         self.arch, self.count, self.used, self.lane, self.routing = arch, routing.experts, routing.used, lane, routing
@@ -98,24 +104,25 @@ class Held:
             self.open = T.alloc_buffer((routing.groups,), "int32", scope="shared")
 
     def _entries(self, parameter: Buffer | None) -> list[Expr] | None:
-        """What a parameter has for each of a lane's experts."""
+        """The elements of a parameter for a lane's experts; None for None."""
         return None if parameter is None else [T.Bind(parameter[self._index(i)]) for i in range(self.steps)]
 
     def _inside(self, i: int) -> Expr | None:
-        """Whether number i of a lane's experts exists; None: on every lane."""
+        """A condition: a lane's expert number i exists; None: it exists on every lane."""
         return None if (i + 1) * self.arch.wave <= self.count else self.numbers[i] < self.count
 
     def _or(self, i: int, value: Expr, otherwise: Expr) -> Expr:
-        """value where number i of a lane's experts exists."""
+        """`value` if a lane's expert number i exists, else `otherwise`."""
         inside = self._inside(i)
         return T.Bind(value if inside is None else T.Select(inside, value, otherwise))
 
     def _index(self, i: int) -> Expr:
-        """The expert's number, inside the arrays in any case."""
+        """The number of a lane's expert number i, clamped to those that exist."""
         return self.numbers[i] if self._inside(i) is None else T.min(self.numbers[i], T.int32(self.count - 1))
 
     def load(self, logit: Callable[[Expr], Expr]) -> None:
-        """logit(expert): of the row. Called by all waves of a workgroup or, unless `grouped`, by one."""
+        """Loads the logits, and computes probabilities and scores. logit(expert): returns the row's logit. All waves of
+        a workgroup must execute this; if not `grouped`, one wave is enough."""
         logits = [self._or(i, logit(self._index(i)), T.float32(LOWEST)) for i in range(self.steps)]
         made = {"softmax": self._softmax, "sigmoid": self._sigmoid, "sqrt_softplus": _sqrt_softplus}
         values = made.get(self.routing.gating, list)(logits)
@@ -135,7 +142,7 @@ class Held:
         return [rcp(T.float32(1) + exp2(x * T.float32(-LOG2E))) for x in logits]
 
     def _leave_groups(self) -> None:
-        """Takes away the experts of all but the best groups."""
+        """Removes the experts outside the best groups from the choice."""
         groups, used, size = self.routing.groups, self.routing.groups_used, self.count // self.routing.groups
         for i in range(self.steps):
             with T.If(self.numbers[i] < self.count), T.Then():
@@ -166,7 +173,8 @@ class Held:
             put(self.scores, T.Select(is_open, self.scores[i], T.float32(LOWEST)), i)
 
     def choose(self) -> None:
-        """Sets the places of the best experts, from 0, of equal ones the lower number first; `used` of others."""
+        """Sets the places of the best experts to 0, 1, .., of equal experts the lower number first, and those of other
+        experts to `used`."""
         for i in range(self.steps):
             put(self.places, T.int32(self.used), i)
             put(self.keys, self._or(i, _key(self.scores[i]), T.int32(LAST)), i)
@@ -199,14 +207,14 @@ def _sqrt_softplus(logits: list[Expr]) -> list[Expr]:
 
 
 def _key(score: Expr) -> Expr:
-    """An int32 above LAST that sorts as the float32 does; of NaNs as any."""
+    """An int32 key larger than LAST; keys have the order of the float32 scores, NaNs any order."""
     bits = T.Bind(T.reinterpret("int32", score))
     return T.max(bits ^ (T.shift_right(bits, T.int32(31)) & T.int32(0x7FFFFFFF)), T.int32(LAST + 1))
 
 
 def weigh(arch: Device, routing: Routing, values: list[Expr], chosen: list[Expr]) -> list[Expr]:
-    """The weights of a lane's experts that are chosen. values: of these the probabilities, or logits for softmax_used;
-    LOWEST of others."""
+    """The weights of a lane's experts. values: the probabilities of chosen experts (for softmax_used their logits), and
+    LOWEST for other experts. chosen: conditions: the expert is chosen."""
     factor = T.float32(routing.scale)
     if routing.gating == "softmax_used":
         top = wave_max(arch, functools.reduce(maximum, values))
@@ -224,19 +232,20 @@ def weigh(arch: Device, routing: Routing, values: list[Expr], chosen: list[Expr]
 
 
 def scratch_shapes(count: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Parameter name -> (shape, dtype) of the buffers that the workgroups of `count` experts meet in. "Arrived" must be
-    zero before the first launch and is zero after each; "Logits" may hold anything."""
+    """Parameter name to (shape, dtype) of the buffers through which the workgroups of `count` experts exchange data.
+    "Arrived" must be zero before the first launch, and is zero after each launch; "Logits" may have any contents."""
     return {"Logits": ((count, LINE), "float32"), "Arrived": ((1,), "int32")}
 
 
 @builds(NormRoute)
 def norm_route(op: NormRoute, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state, X, G, planes of W [count, k], [WB], [B, F as of `route`], Logits, Arrived, those of `result_args`,
-    Ids, Weights). ValueError for a format that is not float, and as of `route`; UserError unless 32 divides k."""
+    """Kernel (state, X float32 [1, k], G float32 [k], planes of W [count, k], [WB float32 [count]], [B], [F], Logits,
+    Arrived, the parameters of `result_args`, Ids, Weights). Raises ValueError for a format that is not float, and as
+    `check` does; UserError unless k is a multiple of 32."""
     ((fmt, count),), k, threads = op.weights, op.k, min(THREADS, arch.threads)
     waves = threads // arch.wave
     if fmt.kind != "float":
-        raise ValueError(f"a router in {fmt.name} does not take float32")
+        raise ValueError(f"a router needs a float format, not {fmt.name}")
     if k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
     exchanges("Logits", "Arrived")
@@ -250,15 +259,15 @@ def norm_route(op: NormRoute, arch: Device, state: Buffer, plan: None) -> None:
     with launch((count,), (arch.wave, waves)) as (expert, lane, wave):
         tid, weights = T.Bind(wave * arch.wave + lane), load.views(fmt, planes, WIDTH)
         units, steps = k // WIDTH, -(-k // (threads * WIDTH))
-        # what is needed at the end and known now: its loads wait with the others
+        # loads for the end of the kernel, issued together with the first ones
         held, own_bias = Held(arch, op, lane, B, F), None if WB is None else T.Bind(WB[expert])
 
         def unit_of(step: Expr) -> tuple[Expr, Expr | None]:
-            """(unit of this thread in that step, live); live is None where all threads have one."""
+            """(this thread's unit in a step, whether it exists); None if all threads have one."""
             unit, live = owned(step * threads, tid, threads, units)
             return T.Bind(unit), live
 
-        # The columns that this workgroup stores: steps expert, expert + count, ..
+        # The columns of the norm's result that this workgroup stores: those of steps expert, expert + count, ..
         own = []
         for first in range(0, steps, count):
             step = expert + first
@@ -312,7 +321,7 @@ def norm_route(op: NormRoute, arch: Device, state: Buffer, plan: None) -> None:
 
 
 def _workgroup_sums(arch: Device, waves: int, totals: Sequence[Expr], wave: Expr, lane: Expr) -> list[Expr]:
-    """The sums over the workgroup of each of `totals`, registers."""
+    """The sum over the workgroup of each of `totals`, which are buffers of one element."""
     parts = T.alloc_buffer((len(totals), waves), "float32", scope="shared")
     for i, total in enumerate(totals):
         mine = wave_sum(arch, T.Bind(total[0]))

@@ -1,6 +1,8 @@
-"""Latent attention of a chunk of tokens on cooperative matrices, as `attention_latent_wave.py` computes it. Where tiles
-are few, or do not divide among the compute units, several workgroups share the keys of some, whose parts a second
-launch joins.
+"""Latent attention of a chunk of tokens on cooperative matrices: the launches. attention_latent_wave.py has the code of
+a wave.
+
+A workgroup computes a tile of rows. If the number of tiles is not a multiple of what the compute units can run at the
+same time, the keys of the remaining tiles are split among several workgroups; a second launch joins their results.
 """
 
 from contextlib import nullcontext
@@ -22,18 +24,18 @@ from mlc_amd.schedules.operators.attention import Attention, CausalAttention
 from mlc_amd.schedules.space import Kernel, planned
 from mlc_amd.schedules.tir import Buffer, Expr
 
-SPLITS = 16  # of a tile's keys, at most
+SPLITS = 16  # largest number of splits of a tile's keys
 
 
 def rows_of(step: Step) -> int:
-    """Rows of a step, counted by tokens and heads."""
+    """The number of rows of a step; a row is a head of a token."""
     return int(step.Q.shape[0]) * int(step.Q.shape[1])
 
 
 class Tiles(NamedTuple):
-    """The tiles of a chunk on a GPU: `whole` ones for a workgroup each, as many as keep all compute units busy; the
-    `rest`, the first ones of the chunk, has up to `splits` workgroups each, which share the tile's keys, of `least`
-    blocks each at least."""
+    """The tiles of a chunk. whole: number of tiles that have one workgroup each, a multiple of what the compute units
+    run at the same time. rest: number of the other tiles, the first of the chunk. Each of them has up to `splits`
+    workgroups, among which its keys are divided, with at least `least` blocks of keys for each."""
 
     whole: int
     rest: int
@@ -45,7 +47,8 @@ class Tiles(NamedTuple):
         return self.whole + self.rest * self.splits
 
     def place(self, workgroup: Expr) -> tuple[Expr, Expr, Expr]:
-        """(number of the tile, of the split, whether there may be several) of a workgroup; the longest tiles first."""
+        """(number of the tile, number of the split, a condition: the tile may be split; None: no tile is) of a
+        workgroup. The tiles with the most keys come first."""
         if not self.rest:
             return T.Bind(self.whole - 1 - workgroup), T.int32(0), None
         behind = T.Bind(T.max(workgroup - self.whole, T.int32(0)))
@@ -54,12 +57,12 @@ class Tiles(NamedTuple):
         return T.Bind(tile), T.Bind(T.Select(several, behind % self.splits, T.int32(0))), several
 
     def active(self, blocks: Expr) -> Expr:
-        """Splits of a tile of the rest that sees so many blocks of keys."""
+        """The number of splits of a tile of the rest. blocks: number of blocks of keys that it attends to."""
         return T.Bind(T.max(T.min((blocks + (self.least - 1)) // self.least, T.int32(self.splits)), T.int32(1)))
 
 
 def tiles_of(tile: Tile, rows: int, arch: Profile) -> Tiles:
-    """Of a chunk of that many rows."""
+    """The Tiles of a chunk of so many rows (heads of tokens)."""
     count, busy = -(-rows // tile.rows), arch.units * tile.fill
     rest = count % busy
     splits = min(busy // max(rest, 1), SPLITS)
@@ -67,8 +70,8 @@ def tiles_of(tile: Tile, rows: int, arch: Profile) -> Tiles:
 
 
 def emit(step: Step, arch: Profile, plan: Tile | None = None) -> None:
-    """The launches for the chunk of a step. UserError for shapes that `tile_of` refuses, or for the layout "rows";
-    ValueError for a tile that does not suit them."""
+    """Emits the launches for the chunk of a step. plan: None for the tile of `tile_of`. Raises UserError for shapes for
+    which there is no tile, and for the layout "rows"; ValueError for a plan that does not fit."""
     step.refuse_blocks()
     attention, m = step.layer, step.op.m
     tile, heads = plan or tile_of(attention, arch), attention.heads
@@ -85,7 +88,8 @@ def emit(step: Step, arch: Profile, plan: Tile | None = None) -> None:
 
 
 def _blocks(attention: Attention, tile: Tile, chunk: Chunk, first_row: Expr) -> tuple[Expr, Expr]:
-    """The numbers of the first block of keys that a tile of the chunk sees, and of the one after the last."""
+    """(first, end): the rows of a tile attend to keys in the blocks first .. end-1. first_row: the tile's first row
+    within the chunk."""
     heads, begin = T.int32(attention.heads), T.int32(0)
     last = T.min(T.truncdiv(first_row + (tile.rows - 1), heads), chunk.count - 1)
     if attention.span:
@@ -112,7 +116,7 @@ def _emit_tiles(step: Step, arch: Profile, tile: Tile, tiles: Tiles, Parts: Buff
             token = T.truncdiv(T.max(row - before, T.int32(0)), T.int32(heads))
             return visible(attention, T.Bind(chunk.position(token)))
 
-        # loops of 0 or 1 iterations: barriers in an `if` are refused
+        # loops of 0 or 1 iterations instead of `if`, in which barriers are not allowed
         with T.serial(T.cast(works, "int32")):
             wave = Wave(arch, step, tile, T.Bind(first_row + before), number, lane, seen)
             wave.start()
@@ -125,7 +129,7 @@ def _emit_tiles(step: Step, arch: Profile, tile: Tile, tiles: Tiles, Parts: Buff
 
 
 def _emit_join(step: Step, arch: Profile, tile: Tile, tiles: Tiles, Parts: Buffer) -> None:
-    """A workgroup has some columns of a row of the tiles that were split."""
+    """Emits the second launch. A workgroup joins some columns of a row of a tile that was split."""
     attention, heads = step.layer, step.layer.heads
     chunks, size = chunks_of(attention, arch), part_size(tile, attention)
     with launch((chunks, tile.rows, tiles.rest), (arch.wave, JOIN_WAVES)) as (part, within, place, lane, wave):

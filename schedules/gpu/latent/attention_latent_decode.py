@@ -1,8 +1,8 @@
-"""Latent attention of single rows, one to SLOTS tokens of any sequences, on cooperative matrices: split-KV ("flash
-decoding") in two launches.
+"""Latent attention of single rows, 1 to SLOTS tokens of different sequences, on cooperative matrices: split-KV
+attention ("flash decoding") in two launches.
 
-A workgroup has a tile of a token's heads and a split of its keys, as `attention_latent_wave.py` computes them, and
-leaves what it has in Parts. The second launch joins the splits.
+A workgroup computes a tile of a token's heads for a split of its keys (attention_latent_wave.py), and stores its
+unscaled results in the buffer Parts. The second launch joins the splits.
 """
 
 from dataclasses import dataclass, replace
@@ -21,31 +21,32 @@ from mlc_amd.schedules.gpu.latent.attention_latent_wave import WAVES, Wave, atte
 from mlc_amd.schedules.operators.attention import Attention, CausalAttention
 from mlc_amd.schedules.space import Kernel, planned
 
-MOST = (1 << FIELD) - 1  # splits of a row
+MOST = (1 << FIELD) - 1  # largest number of splits of a row
 
 
 @dataclass(frozen=True)
 class LatentDecodePlan(Tile):
-    """A tile of a token's heads; `fill` is what long contexts are split into."""
+    """The tile of a token's heads. fill: number of workgroups for each compute unit into which long contexts are
+    split."""
 
 
-# Few queries in registers: where these must be counted, or nothing is known of them.
+# Few queries in registers: for archs with few registers, or with an unknown number.
 _SMALL = tuple(LatentDecodePlan(waves, rows, held=4, least=4) for rows in (32, 16) for waves in (8, 4, 2, 1))
-# All queries in registers. The numbers are what takes least time on an H200 with 20 heads of 576 columns and 0 to 16384
-# tokens in the cache.
+# All queries in registers. This plan takes the least time on an H200 with 20 heads of 576 columns and 0 to 16384 tokens
+# in the cache.
 _NARROW = LatentDecodePlan(4, 16, buffers=2, fill=2, least=2)
 _WIDE = LatentDecodePlan(4, 32, buffers=2, fill=2, least=4)
 
 
 def _preferred(m: int, arch: Profile) -> tuple[LatentDecodePlan, ...]:
-    """The rule: plans for m rows in the order of preference."""
+    """The plans for m rows, in the order of preference."""
     if not arch.registers or arch.query_registers:
         return _SMALL
     return (_NARROW, *_SMALL) if m == 1 else (_WIDE, _NARROW, *_SMALL)
 
 
 def plan_of(attention: Attention, m: int, arch: Device) -> LatentDecodePlan | None:
-    """The arch's plan for m rows; None if there is none for such a layer."""
+    """The plan for m rows: the first of `_preferred` that fits the layer and the arch; None if none fits."""
     if not suits(arch, attention) or attention.heads < arch.fragment[0]:
         return None
     plans, most = _preferred(m, arch), attention.heads + arch.fragment[0]
@@ -53,7 +54,7 @@ def plan_of(attention: Attention, m: int, arch: Device) -> LatentDecodePlan | No
 
 
 def splits_of(plan: LatentDecodePlan, attention: Attention, m: int, arch: Profile) -> Splits:
-    """How the keys of m rows are distributed. ValueError for a plan that does not suit."""
+    """How the keys of m rows are split among workgroups. Raises ValueError for a plan that does not fit."""
     parts = -(-attention.heads // plan.rows)
     ((elements,), _), _ = scratch_shapes(attention.heads, attention.value_d).values()
     fill = min(-(-plan.fill * arch.units // parts), elements // part_size(plan, attention) // parts - m)
@@ -66,7 +67,7 @@ def splits_of(plan: LatentDecodePlan, attention: Attention, m: int, arch: Profil
 
 
 def emit(step: Step, arch: Profile, plan: LatentDecodePlan | None = None) -> None:
-    """The launches for the single rows of a step. ValueError for a plan that does not suit."""
+    """Emits the launches for the single rows of a step. Raises ValueError for a plan that does not fit."""
     attention, m = step.layer, step.op.single
     plan = plan or plan_of(attention, m, arch)
     if plan is None:
@@ -100,7 +101,7 @@ def _emit_parts(step: Step, arch: Profile, plan: LatentDecodePlan, splits: Split
 
 
 def _emit_join(step: Step, arch: Profile, plan: LatentDecodePlan, splits: Splits) -> None:
-    """A workgroup has some columns of a head."""
+    """Emits the second launch. A workgroup joins some columns of a head."""
     attention, m = step.layer, step.op.single
     heads, fragment = attention.heads, arch.fragment[0]
     chunks, size = chunks_of(attention, arch), part_size(plan, attention)

@@ -1,18 +1,19 @@
-"""Latent attention of a tile of rows on cooperative matrices (KHR_cooperative_matrix), with online softmax: what a wave
-does.
+"""Latent attention of a tile of rows on cooperative matrices (KHR_cooperative_matrix), with online softmax: the code of
+a wave.
 
-All heads share the keys, whose first columns are the values, so a row is a token's head, and a workgroup has a tile of
-consecutive rows. A block of keys goes through shared memory once, as rows of keys, and serves both products:
-    scores   a wave multiplies some columns of a fragment of rows by those of the keys; the waves that have the same
-             rows leave their parts in shared memory
-    weights  the lanes that share a row add up the parts, mask them, and leave weights as the next product's operand
-    values   a wave multiplies the weights of all rows by some columns of the values, which nobody else has
-Weights are 2**(score - top), as in `attention_prefill_coop.py`: `top` is renewed, and the outputs are rescaled, when a
-weight would exceed 2**LIMIT.
+All heads share the keys, and the first columns of a key are its value. So a row is a head of a token, and a workgroup
+has a tile of consecutive rows. Each block of keys is stored to LDS once, as rows of keys, and used for both products:
+    scores   a wave multiplies a fragment of rows of queries by the keys, over some of their columns; the waves with the
+             same rows store their partial scores to LDS
+    weights  the lanes that share a row add the partial scores, mask them, and store weights, an operand of the next
+             product
+    values   a wave multiplies the weights of all rows by some of the columns of values, which no other wave has
+Weights are 2**(score - top), as in attention_prefill_coop.py: if a weight would exceed 2**LIMIT, `top` is set to the
+new maximum, and the outputs are rescaled.
 
-Splits join in a launch of their own (`join`): all rows' results of many splits are too much for one workgroup to load.
-A part is what a workgroup has of its tile, float32: the outputs of its rows [rows, value_d], then (top, total) of each.
-Outputs and totals are sums of weights relative to `top`.
+Splits of keys are joined by another launch (`join`), because the results of many splits are too much for one workgroup
+to load. A part is the result of a workgroup for its tile, float32: the outputs of its rows [rows, value_d], then (top,
+total) of each row. Outputs and totals are sums of weights relative to `top`.
 """
 
 import functools
@@ -36,10 +37,10 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 
 class Wave:
-    """What a wave has of a tile: fragments of some columns of the queries and of the values, and a row for each lane,
-    whose weights it makes. first: the tile's first row, counted by tokens and heads of the step; number: of the wave;
-    seen(row): the keys that a row sees. Fragments after the step's last row begin earlier than they should: starts[i]
-    is where fragment i begins, fresh[i] the first of its rows that no fragment before it has."""
+    """A wave's work for a tile: its fragments of queries, keys and outputs, and for each lane a row whose weights it
+    computes. first: the tile's first row within the step. number: of the wave. seen(row): the keys that a row attends
+    to. Fragments must not exceed the step's last row, so the last ones begin earlier and overlap with those before:
+    starts[i] is the row at which fragment i begins, fresh[i] its first row that is in no fragment before it."""
 
     def __init__(
         self,
@@ -61,14 +62,14 @@ class Wave:
         self.row_units, self.weight_units = attention.width // UNIT + PAD, weight_units(tile)
         self.fresh = [T.Bind(first + i * self.m) for i in range(shape.row_fragments)]
         self.starts = [self._start(row) for row in self.fresh]
-        self.row = T.Bind(number * (arch.wave // shape.lanes) + lane // shape.lanes)  # of the tile
+        self.row = T.Bind(number * (arch.wave // shape.lanes) + lane // shape.lanes)  # the lane's row in the tile
         self.sub = T.Bind(lane % shape.lanes)
         self.step_row = T.Bind(self._start(first + self.row // self.m * self.m) + self.row % self.m)
         self.seen = seen(self.step_row)
-        self.vectors = gcd(shape.own, WIDTH)  # scores that a lane loads at once
+        self.vectors = gcd(shape.own, WIDTH)  # scores in a load of a lane
         dtype = f"float32x{self.vectors}" if self.vectors > 1 else "float32"
         self.scores = T.alloc_buffer((scores(tile, arch) // self.vectors,), dtype, scope=WAVE_SHARED)
-        self.pack = min(shape.own, UNIT)  # weights that a lane stores at once
+        self.pack = min(shape.own, UNIT)  # weights in a store of a lane
         self.weights = T.alloc_buffer(
             (tile.rows * self.weight_units * UNIT // self.pack,), f"float16x{self.pack}", scope=WAVE_SHARED
         )
@@ -88,23 +89,23 @@ class Wave:
         return T.Bind(T.min(row, T.int32(self.last)))
 
     def _load_query(self, target: Fragments, i: Expr, step: Expr) -> None:
-        """Fragment i of `target` becomes the wave's fragment of queries number `step`."""
+        """Loads fragment number `step` of the wave's queries to fragment i of `target`."""
         start, heads = self.query_row, self.attention.heads
         column = T.Bind((self.part * self.shape.steps + step) * self.k)
         place = self.Q[T.truncdiv(start, T.int32(heads)), T.truncmod(start, T.int32(heads)), column]
         target.load(i, place, self.attention.width, "row_major")
 
     def start(self) -> None:
-        """Loads the queries; no key seen yet."""
+        """Loads the queries, and initializes the softmax before the first block of keys."""
         self.query_row = self._start(self.fresh[0] + self.row_fragment * self.m)
         for step in range(self.held):
             self._load_query(self.queries, step, step)
-        put(self.top, T.float32(LOWEST / 2), 0)  # above the scores of keys that are not seen: their weights are 0
+        put(self.top, T.float32(LOWEST / 2), 0)  # above masked scores, so that their weights are 0
         put(self.total, T.float32(0), 0)
         self.out.clear()
 
     def score(self, keys: Buffer, first: Expr) -> None:
-        """Leaves this wave's part of the scores of the block whose units begin with `first`."""
+        """Stores this wave's partial scores of a block of keys to LDS. first: the block's first unit in `keys`."""
         count = self.tile.keys // self.n
         self.partial.clear()
         first = T.Bind(first + self.part * (self.shape.steps * self.k // UNIT))
@@ -122,7 +123,7 @@ class Wave:
             self.partial.store(j, self.scores[place + j * self.n // self.vectors], self.tile.keys, "row_major")
 
     def weigh(self, key0: Expr) -> None:
-        """The scores of the lane's row become weights."""
+        """Computes the weights of the lane's row for the block of keys that begins at position key0."""
         own, vectors, tile = self.shape.own, self.vectors, self.tile
         sums = [T.float32(0)] * own
         for part in range(self.shape.parts):
@@ -155,7 +156,7 @@ class Wave:
         put(self.flags, T.Select(any_grows, T.float32(1), T.float32(0)), self.number)
 
     def rescale(self) -> None:
-        """Multiplies the outputs by the rows' factors if one of them is not 1."""
+        """Multiplies the outputs by the factors of their rows, if any of them is not 1."""
         changed = functools.reduce(operator.add, [self.flags[i] for i in range(self.tile.waves)])
         with T.If(T.Bind(changed > T.float32(0))), T.Then():
             self._multiply()
@@ -169,7 +170,7 @@ class Wave:
                     self.out.set(x, e, self.out.get(x, e) * factor)
 
     def add_values(self, keys: Buffer, first: Expr) -> None:
-        """out += weights @ values, of the block whose units begin with `first`."""
+        """out += weights @ values for a block of keys. first: the block's first unit in `keys`."""
         columns = self.shape.columns
         first = T.Bind(first + self.number * (columns * self.n // UNIT))
         for c in range(self.tile.keys // self.k):
@@ -183,14 +184,14 @@ class Wave:
                     self.out.add_product(i * columns + x, self.weight, i, self.value, 0)
 
     def row_total(self) -> Expr:
-        """The sum of the weights of the lane's row."""
+        """The sum of all weights of the lane's row."""
         return wave_sum(self.arch, T.Bind(self.total[0]), self.shape.lanes)
 
     def finish(self, live: Callable[[Expr], Expr]) -> None:
-        """Stores the outputs of the rows of the step for whose token live(token) holds, a fragment at a time through
-        shared memory."""
+        """Divides the outputs by the totals of their rows, and stores those of the tokens for which live(token) is
+        true, one fragment at a time, through LDS."""
         total = with_sink(self.step.sinks, self.step.token_and_head(self.step_row)[1], self.row_total(), self.top[0], 0)
-        barrier()  # others may be about to rescale
+        barrier()  # other waves may still read `factors` in `rescale`
         put(self.factors, rcp(total), self.row)
         barrier()
         self._multiply()
@@ -211,8 +212,7 @@ class Wave:
                 wave_barrier()
 
     def store_parts(self, Parts: Buffer, first: Expr) -> None:
-        """Stores what the workgroup has of its rows' outputs, maxima and sums of weights into the float32 of Parts from
-        `first` on."""
+        """Stores the workgroup's part (see the module's docstring) to Parts, from element `first` on."""
         columns, d = self.shape.columns, self.attention.value_d
         for i in range(self.shape.row_fragments):
             for x in range(columns):
@@ -226,13 +226,13 @@ class Wave:
 
 
 def attend(wave: Wave, cache: Cache, slot: Expr, begin: Expr, end: Expr, tid: Expr, threads: int) -> None:
-    """Lets the waves of a workgroup process the blocks of keys number begin .. end-1 of a slot, of which there is one
-    at least."""
+    """Emits the loop of a workgroup's waves over the blocks of keys begin .. end-1 of a slot. There must be at least
+    one block."""
     attention, tile = wave.attention, wave.tile
     keys, size = SharedBlock("key", attention, tile.keys, threads, tid, tile.buffers), key_units(tile, attention)
 
     def first_key(number: Expr) -> Expr:
-        """Of the block with that number; of the last one for those after it."""
+        """The first key of block `number`, clamped to the last block."""
         return T.Bind(T.min(number, end - 1) * tile.keys)
 
     pages = Pages(cache, slot, [first_key(begin), first_key(begin + 1)])
@@ -267,17 +267,17 @@ def attend(wave: Wave, cache: Cache, slot: Expr, begin: Expr, end: Expr, tid: Ex
 # ---- the join of splits
 
 Part = Callable[[Expr], Expr]
-WAVES, BATCH = 4, 8  # of a workgroup that joins; splits that a wave loads at once
+WAVES, BATCH = 4, 8  # waves of a workgroup of the join; splits whose loads a wave issues together
 
 
 def chunks_of(attention: Attention, arch: Profile) -> int:
-    """Workgroups of a row: a lane has WIDTH columns."""
+    """The number of workgroups of the join for each row. A lane has WIDTH columns."""
     return -(-attention.value_d // (arch.wave * WIDTH))
 
 
 def place_in_tile(row: Expr, first: Expr, rows: int, fragment: int) -> Expr:
-    """The place that a row of the step has in the tile that begins with row `first`: the fragments of a tile after
-    the last of all `rows` begin earlier (`Wave`)."""
+    """The number within its tile of a row of the step. first: the tile's first row. rows: rows of the step, near whose
+    end fragments begin earlier (`Wave`). fragment: rows of a fragment."""
     begin = T.Bind((row - first) // fragment * fragment)
     return T.Bind(begin + row - T.min(first + begin, T.int32(rows - fragment)))
 
@@ -286,9 +286,10 @@ def join(
     step: Step, arch: Profile, tile: Tile, splits: tuple[Buffer, int, Expr, Part], row: Expr,
     thread: tuple[Expr, Expr, Expr], place: Callable[[], tuple[Expr, Expr]],
 ) -> None:  # fmt: skip
-    """Joins and stores columns number `chunk` of a row of a tile, WIDTH of each lane, in a workgroup of WAVES waves;
-    all its threads must call this. splits: (Parts, how many there may be, how many are active, part(split): where its
-    part begins in Parts); row: in the tile; thread: (chunk, lane, wave); place(): the row's token and head."""
+    """Joins and stores some columns of a row of a tile, WIDTH columns for each lane. All threads of a workgroup of
+    WAVES waves must execute it. splits: (Parts, largest number of splits, number of active splits, part(split): the
+    first element of its part in Parts). row: number within the tile. thread: (number of the chunk of columns, lane,
+    wave). place(): returns the row's token and head."""
     (Parts, most, active, part), (chunk, lane, wave), d = splits, thread, step.layer.value_d
     firsts, count = range(0, -(-most // arch.wave) * arch.wave, arch.wave), arch.wave * WIDTH
     weights = T.alloc_buffer((firsts.stop,), "float32", scope="shared")
@@ -296,7 +297,7 @@ def join(
     column = T.Bind(chunk * count + lane * WIDTH)
     inside = None if d % count == 0 else column < d
     token, head = place()
-    # the splits' weights, which add up to 1; a lane has a split or several
+    # the weights of the splits, which add up to 1; each lane has one or more splits
     tops, totals = [], []
     for first in firsts:
         split, has = T.Bind(T.min(first + lane, active - 1)), first + lane < active

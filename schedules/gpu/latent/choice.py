@@ -1,13 +1,14 @@
-"""The choice of keys of sparse attention on the GPU (schedules/operators/indexer.py), in three launches or four:
+"""The kernel of `SelectKeys` on GPUs (schedules/operators/indexer.py), in three or four launches:
 
-1. Rows' own keys go into the cache, and queries become operands of matrix units.
-2. The scores, as int32 in the same order, of keys with the first digit's counts (`scores.py`).
-3. The least score of a row that is chosen is found digit by digit: how many scores have which digit says where it is.
-   Where rows are few, several workgroups have parts of a row. They count the second digit together in a launch of its
-   own; the last one each counts for itself, of all scores, and apart of those before its part.
-4. Each wave writes, in order, the numbers of those of its part of the scores that are chosen.
+1. It writes the rows' keys to the cache, and converts queries to operands of matrix units.
+2. It computes scores as int32 keys in the order of the scores, and counts how often each value of the first digit
+   occurs (scores.py). A digit is some bits of such an int32, see DIGITS.
+3. It finds the smallest score that is chosen, digit by digit: the counts of a digit's values determine this score's
+   digit. If there are few rows, several workgroups have a part of each row. They count the second digit together, in a
+   launch of their own. Each workgroup counts the last digit for all scores, and separately for those before its part.
+4. In the same launch, each wave writes the numbers of the chosen keys of its part, in order.
 
-Rows that see no more keys than they may choose need neither scores nor digits.
+Rows with no more keys than they may choose need no scores and no digits.
 """
 
 from collections.abc import Iterator
@@ -37,14 +38,14 @@ from mlc_amd.schedules.operators.attention import PAGE, SLOTS
 from mlc_amd.schedules.operators.indexer import SelectKeys
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
-LEAST = -(1 << 31)  # in the place of the scores of keys that a row does not see
-BATCH = 8  # loads of scores in flight, at most
-MOST_THREADS = 1024  # of a workgroup of the third launch
+LEAST = -(1 << 31)  # replaces the scores of keys that a row does not attend to
+BATCH = 8  # largest number of loads of scores that a thread issues together
+MOST_THREADS = 1024  # largest number of threads of a workgroup that finds the smallest score
 
 
 @builds(SelectKeys)
 def select_keys(op: SelectKeys, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state, rows, pages, Q, [W], K, Ik, Ids)."""
+    """Kernel (state, rows, pages, Q, [W], K, Ik, Ids), with the shapes of `SelectKeys`."""
     m, blocks = op.m, op.ctx // PAGE
     rows, pages = declared("int32", rows=(m, 2), pages=(SLOTS, blocks))
     Q, W, K = declared(**op.shapes())
@@ -52,7 +53,7 @@ def select_keys(op: SelectKeys, arch: Device, state: Buffer, plan: None) -> None
     Order = T.alloc_buffer((m, op.sets, -(-op.blocks // WIDTH) * WIDTH), "int32")
     waves = max(min(MOST_THREADS, arch.most_threads, op.blocks // 2) // arch.wave, 1)
     parts = max(min(arch.units // (m * op.sets), op.blocks // (waves * arch.wave * WIDTH)), 1)
-    counted = (2 if parts > 1 else 1) if op.block == 1 else 0  # digits, before the last launch
+    counted = (2 if parts > 1 else 1) if op.block == 1 else 0  # digits that are counted before the last launch
     Counts = T.alloc_buffer((m, counted, COUNTS), "int32") if counted else None
     queries = Queries(op, arch) if Counts is not None and Queries.fit(op, arch) else None
     many = op.heads if queries else 1
@@ -80,7 +81,7 @@ def select_keys(op: SelectKeys, arch: Device, state: Buffer, plan: None) -> None
             share = (T.truncdiv(last, T.int32(parts * WIDTH)) + 1) * WIDTH if parts > 1 else last + 1
             begin = T.Bind(part * share)
             stop = T.Bind(T.min(begin + share, last + 1))
-            # rows that see no more than they may, and parts after the end, look at no scores
+            # false for rows with no more blocks than they may choose, and for parts after the last score
             works = T.Bind((last >= wanted) & (begin <= last))
             end = T.Bind(T.Select(works, last + 1, T.int32(0)))
             search = _Search(op, group, Order, (row, own), end, (begin, T.Select(works, stop, begin), parts))
@@ -92,14 +93,16 @@ def select_keys(op: SelectKeys, arch: Device, state: Buffer, plan: None) -> None
 
 
 def store_key(arch: Device, cache: Buffer, K: Buffer, row: Expr, place: tuple[Expr, Expr], lane: Expr) -> None:
-    """A wave stores a row's key, float32 of K, at (page, place in the page) of a cache float16 [pages, places, d]."""
+    """A wave stores a row's key, float32 in K, at place = (page, place in the page) of a cache float16 [pages, places,
+    d]."""
     for column, valid in each_owned(lane, arch.wave, int(cache.shape[2])):
         with when(valid):
             put(cache, T.cast(K[row, column], "float16"), *place, column)
 
 
 def _pad(op: SelectKeys, group: Group, Ids: Buffer, row, last: Expr, most: Expr, part: tuple[Expr, int]) -> None:
-    """Writes a part of the ids that no scores decide: -1, and those of rows that see no more blocks than they may."""
+    """Writes a part of the ids that do not depend on scores: -1, and all ids of rows that have no more blocks than they
+    may choose."""
     (part, parts), threads = part, group.threads
     with T.serial(-(-op.used // (threads * parts))) as step:
         place = T.Bind((step * parts + part) * threads + group.tid)
@@ -108,22 +111,23 @@ def _pad(op: SelectKeys, group: Group, Ids: Buffer, row, last: Expr, most: Expr,
 
 
 class _Search:
-    """What a workgroup does for the scores of a row's set (indices `row` of Order), `end` ones. part: (where its part
-    begins, where it ends, how many parts there are). Barriers are in no loop and in no branch."""
+    """A workgroup's search among the scores of a row and set. row: (row, set), indices of Order. end: number of scores.
+    part: (first score of the workgroup's part, end of the part, number of parts). Its barriers are outside of loops and
+    branches."""
 
     def __init__(self, op: SelectKeys, group: Group, Order: Buffer, row: tuple[Expr, Expr], end: Expr, part):
         self.op, self.group, self.Order, self.row, self.parts = op, group, Order, row, part[2]
-        # in registers: TVM takes minutes to simplify what it knows of them at each use
+        # in buffers: TVM would replace each use by the expression, and take minutes to simplify it
         self.begin, self.stop, self.end = (T.Bind(filled(T.Bind(x))[0]) for x in (*part[:2], end))
         self.counts = T.alloc_buffer((COUNTS,), "int32", scope="shared")
         self.found = T.alloc_buffer((2,), "int32", scope="shared")
         with T.If(group.tid < 2), T.Then():
-            put(self.found, T.int32(0), group.tid)  # of no scores
+            put(self.found, T.int32(0), group.tid)  # the result for parts without scores
         barrier()
 
     def _each(self, whole: bool) -> Iterator[tuple[Expr, list[Expr]]]:
-        """(the number of the first, some scores) of those that a wave has of all scores or of its workgroup's part, in
-        order."""
+        """A loop over the scores of a wave, in order: (number of the first score, WIDTH scores). whole: the waves share
+        all scores; otherwise those of the workgroup's part."""
         group, arch, begin = self.group, self.group.arch, T.int32(0) if whole else self.begin
         stop, most = (self.end, 1) if whole else (self.stop, self.parts)
         size, end = group.threads * WIDTH, int(self.Order.shape[2]) - WIDTH
@@ -138,15 +142,17 @@ class _Search:
                 yield first, [T.Bind(x) for x in seen]
 
     def count_second(self, known: list, wanted: Expr) -> None:
-        """Adds the counts of the second digit of this part to those after the known first one's."""
+        """Counts the second digit in this part, and adds the counts to the buffer of `known`, where they follow those
+        of the first digit."""
         group, ((buffer, row, _),) = self.group, known
         least, _ = self._find(known[0], wanted, 0, T.int32(LEAST))
         self._count(1, least, whole=False)
         add_counts(self.counts, (buffer, row, 1), group.tid, group.threads)
 
     def least(self, known: list, wanted: Expr) -> tuple:
-        """The least score that is chosen of the `wanted` largest ones, how many with that score, and, where there are
-        parts, how many scores before this one are above it, and equal to it. known: counts of the first digits."""
+        """(the smallest of the `wanted` largest scores, how many scores that equal it are chosen, before). before: for
+        several parts, [number of larger scores before this part, number of equal ones before it]. known: the counts of
+        the first digits."""
         least, last = T.int32(LEAST), len(DIGITS) - 1
         for i in range(last):
             if i >= len(known):
@@ -157,7 +163,7 @@ class _Search:
         least, wanted = self._find((self.counts,), wanted, last, least)
         if self.parts == 1:
             return least, wanted, []
-        digit = T.Bind(self.found[0] & (size - 1))  # of parts without scores any
+        digit = T.Bind(self.found[0] & (size - 1))  # in parts without scores any digit
         for own, valid in each_owned(self.group.tid, self.group.threads, size):
             with when(own > digit if valid is None else valid & (own > digit)):
                 put(above, above[0] + self.counts[size + own], 0)
@@ -165,9 +171,9 @@ class _Search:
         return least, wanted, [*self.group.reduce((above[0], "sum")), T.Bind(self.counts[size + digit])]
 
     def _count(self, i: int, least: Expr, whole: bool) -> Buffer:
-        """Leaves in `counts` how many scores have which digit number i, of those whose digits before are as the
-        least's; of the last digit, where there are parts, those of scores before this part after the others. Returns
-        how many of a thread's are before this part and have larger digits before the last."""
+        """Counts in `counts` how often each value of digit number i occurs in scores whose earlier digits are those of
+        `least`. For the last digit and several parts: scores before this part are counted separately, after the other
+        counts. Returns how many of a thread's scores are before this part and have larger digits before the last."""
         clear(self.counts, (), self.group.tid, self.group.threads)
         barrier()
         (shift, bits), above = DIGITS[i], filled(T.int32(0))
@@ -190,7 +196,7 @@ class _Search:
         return above
 
     def _find(self, counts: tuple, wanted: Expr, i: int, least: Expr) -> tuple[Expr, Expr]:
-        """(The least score with its digit number i, the number of it among those with that digit)."""
+        """(`least` with digit number i, the remaining `wanted` among the scores with this digit)."""
         shift, bits = DIGITS[i]
         _find_digit(self.group, self.found, wanted, 1 << bits, counts, self.parts > 1 and i == len(DIGITS) - 1)
         digit, wanted = T.Bind(self.found[0]), T.Bind(self.found[1])
@@ -198,7 +204,7 @@ class _Search:
         return T.Bind(least ^ T.shift_left(digit, T.int32(shift))), wanted
 
     def write(self, Ids: Buffer, least: Expr, wanted: Expr, before: list[Expr]) -> None:
-        """Writes the numbers of this part that are chosen; arguments of `least`."""
+        """Writes the numbers of the chosen scores of this part. least, wanted, before: the result of `least`."""
         op, group, row, counts = self.op, self.group, self.row, filled(T.int32(0), 2)
         for _, scores in self._each(whole=False):
             for score in scores:
@@ -208,7 +214,7 @@ class _Search:
         for of, x in zip((above, equal), before, strict=False):
             put(of, of[0] + x, 0)
         for first, scores in self._each(whole=False):
-            # 16 bits hold the number of scores that a wave looks at together
+            # a flag in each half of 32 bits; 16 bits are enough for the number of scores of a wave in a step
             flags = [
                 T.Select(x > least, T.int32(1 << 16), T.Select(x == least, T.int32(1), T.int32(0))) for x in scores
             ]
@@ -227,14 +233,14 @@ class _Search:
 
 
 def _find_digit(group: Group, found: Buffer, wanted: Expr, size: int, counts: tuple, two: bool) -> None:
-    """Leaves in `found` the digit, of `size` ones, that the score number `wanted` from the largest on has, and the
-    number that this score has of those with this digit. counts: a buffer and the index of the first digit's count; two:
-    there are two counts of each."""
+    """Stores to `found`: the digit of the `wanted`-th largest score, and its number among the scores with this digit,
+    counted from the largest. size: number of values of the digit. counts: (buffer, index..) of the counts. two: each
+    value has two counts, which are added."""
     share = 1 << (-(-size // group.threads) - 1).bit_length()
     width, own, (buffer, *index) = min(share, WIDTH), filled(T.int32(0)), counts
 
     def counted(n: Expr) -> list[tuple[Expr, Expr]]:
-        """(digit, how many scores have it), the largest first, of number n of this thread's vectors."""
+        """(digit, count) of the values in this thread's vector number n, the largest digit first."""
         first = T.Bind(size - group.tid * share - (n + 1) * width)
         place = T.max(first, T.int32(0))
         found = elements(T.Bind(buffer[(*index, at(place, width))]))

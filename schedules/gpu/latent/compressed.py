@@ -1,7 +1,7 @@
-"""Attention to the last keys and to compressed ones on the GPU (schedules/operators/indexer.py).
+"""The kernel of `CompressedAttention` on GPUs (schedules/operators/indexer.py).
 
-Two launches: rows' own keys into the caches; a workgroup for each head of a row, of which a thread scores some keys,
-then sums some columns.
+Two launches: the first writes the rows' keys to the caches. In the second, a workgroup computes a head of a row: each
+thread computes the scores of some keys, then some columns of the output.
 """
 
 from tvm.tirx.script import builder as T
@@ -21,13 +21,13 @@ from mlc_amd.schedules.operators.indexer import CompressedAttention
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 THREADS = 256
-LEAST = -120  # exponent of a weight
+LEAST = -120  # lower bound of the exponent of a weight
 
 
 @builds(CompressedAttention)
 def compressed_attention(op: CompressedAttention, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state, rows, pages, Q, K, [C, [Ids]], Sinks, Kc, [Cc], Y). UserError for more keys than shared memory
-    holds the scores of."""
+    """Kernel (state, rows, pages, Q, K, [C, [Ids]], Sinks, Kc, [Cc], Y), with the shapes of `CompressedAttention`.
+    Raises UserError if the scores of all keys do not fit into LDS."""
     of, m, d, ratio = op.layer, op.m, op.layer.d, op.ratio
     waves = max(min(THREADS, arch.threads) // arch.wave, 1)
     threads = arch.wave * waves

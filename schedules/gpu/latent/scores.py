@@ -1,9 +1,9 @@
-"""The scores of an indexer's keys (schedules/operators/indexer.py) as int32 in the same order, and how many have which
-first digit, on the GPU.
+"""The scores of an indexer (schedules/operators/indexer.py) on GPUs: a launch that stores them as int32 keys in the
+same order, and counts the values of their first digit (choice.py).
 
-A workgroup has groups of keys of a row. On matrix units whose lanes are known (`matrices.py`) a wave has some of them
-and all heads: `scores_matrix.py`. Else a lane has some keys, a wave some of the heads of these keys, as registers hold;
-the waves add theirs up. Blocks of keys have a thread or a wave each.
+A workgroup has some groups of keys of a row. With matrix units whose lane layout is known (base/matrices.py), a wave
+has some keys of a group and all heads: scores_matrix.py. Otherwise a lane has some keys, and a wave some of the heads;
+the waves add their sums in LDS. For block > 1 each block has a thread or a wave of its own.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,18 +24,19 @@ from mlc_amd.schedules.operators.attention import PAGE
 from mlc_amd.schedules.operators.indexer import SelectKeys
 from mlc_amd.schedules.tir import Buffer, Expr
 
-DIGITS = ((21, 11), (10, 11), (0, 10))  # of a score, the highest first: the lowest bit, bits
-COUNTS = 1 << DIGITS[0][1]
-UNROLLED = 8  # vectors of counts that a thread has, at most; more are in a loop, whose code drivers compile sooner
-MOST = (1 << 31) - 1  # in the place of the scores of blocks that are chosen in any case
-GROUP, KEYS, HEADS = 128, 4, 8  # keys of a workgroup and of a lane, and heads of these keys at a time, at most
-WAVES = 4  # that have the same keys, at most
-ROOMY = 32 * 1024  # bytes of shared memory with which a workgroup counts its scores' digits itself
-FILL = 32  # workgroups for each compute unit, at most
+DIGITS = ((21, 11), (10, 11), (0, 10))  # the digits of a score, the highest first: (lowest bit, number of bits)
+COUNTS = 1 << DIGITS[0][1]  # counts of a digit
+UNROLLED = 8  # largest number of vectors of counts of a thread that are unrolled; loops are faster to compile
+MOST = (1 << 31) - 1  # replaces the scores of blocks that are always chosen
+# Upper limits: keys of a group; keys of a lane; heads that a lane processes together
+GROUP, KEYS, HEADS = 128, 4, 8
+WAVES = 4  # largest number of waves with the same keys
+ROOMY = 32 * 1024  # with so many bytes of LDS a workgroup counts digits in LDS, otherwise in memory
+FILL = 32  # largest number of workgroups for each compute unit
 
 
 def order_of(score: Expr) -> Expr:
-    """An int32 that is larger where the score is."""
+    """An int32 key; keys have the order of the scores."""
     bits = T.Bind(T.reinterpret("int32", T.Bind(score)))
     return T.Select(bits < 0, bits ^ T.int32(MOST), bits)
 
@@ -45,12 +46,12 @@ def first_digit(order: Expr) -> Expr:
 
 
 def _keys_of_lane(arch: Device) -> int:
-    """How many keys of a group a lane has."""
+    """The number of keys of a lane."""
     return max(min(KEYS, GROUP // arch.wave), 1)
 
 
 class _Keys:
-    """Keys of a group in shared memory, some columns at a time, `size` keys of which each lane has `per`."""
+    """Some columns of the keys of a group, in LDS. size: number of keys; per: keys of a lane."""
 
     def __init__(self, arch: Device, op: SelectKeys, Ik: Buffer, threads: int, tid: Expr):
         self.Ik, self.threads, self.tid, self.wave = Ik, threads, tid, arch.wave
@@ -58,12 +59,12 @@ class _Keys:
         self.per = _keys_of_lane(arch)
         self.size, self.units = self.per * arch.wave, self.columns // UNIT
         self.loaded = local(-(-self.size * self.units // threads) * WORDS, "uint32")
-        # a unit after each row: neighbouring rows start in different banks
+        # a unit of padding after each row, so that consecutive rows start in different banks
         self.buffer = T.alloc_buffer((self.size, (self.units + 1) * UNIT), "float16", scope="shared")
 
     def load(self, place: Callable[[Expr], tuple[Expr, Expr]], column: Expr) -> None:
-        """Starts the loads of the columns from that one on into registers. place(number): page of a key, and where it
-        is there."""
+        """Issues the loads of the columns from `column` on to registers. place(number): (page, place in the page) of a
+        key of the group."""
         for i, (own, _) in enumerate(each_owned(self.tid, self.threads, self.size * self.units)):
             page, there = place(own // self.units)
             unit = T.Bind(self.Ik[page, there, at(column + own % self.units * UNIT, UNIT)])
@@ -76,8 +77,8 @@ class _Keys:
                 put(self.buffer, unit, own // self.units, at(own % self.units * UNIT, UNIT))
 
     def add_products(self, products: Buffer, query: Callable[[int, Expr], Expr], heads: int, lane: Expr) -> None:
-        """products[h * per + i] += head h's query times the lane's key number i. query(h, column): WIDTH elements of it
-        from that one of these columns on."""
+        """products[h * per + i] += the product of the query of head h and the lane's key number i, for the columns in
+        LDS. query(h, column): WIDTH elements of the query; column counts from the first of these columns."""
         with kept(self.units) as unit:
             keys = [T.Bind(self.buffer[i * self.wave + lane, at(unit * UNIT, UNIT)]) for i in range(self.per)]
             keys = [[T.Bind(T.cast(x, "float32")) for x in elements(key)] for key in keys]
@@ -92,8 +93,8 @@ class _Keys:
 
 
 def score_keys(op: SelectKeys, arch: Device, state: Buffer, places, queries, buffers) -> None:
-    """The launch. A workgroup has every so many groups of keys of a row: fewer workgroups where the rows are many.
-    queries: (Q, W) or `Queries`."""
+    """Emits the launch for block = 1. The workgroups of a row take its groups of keys in turn; with more rows, each row
+    has fewer workgroups. places: (rows, pages). queries: (Q, W) or `Queries`. buffers: (Ik, Order, Counts)."""
     (rows, pages), (Ik, Order, Counts), m = places, buffers, op.m
     kind = MatrixScores if isinstance(queries, Queries) else LaneScores
     waves, size = kind.shape(op, arch)
@@ -116,14 +117,15 @@ def score_keys(op: SelectKeys, arch: Device, state: Buffer, places, queries, buf
                         put(Order, order, row, 0, first + number)
                         digit = first_digit(order)
                         add_to(T.int32(1), *((Counts, row, 0, digit) if counts is None else (counts, digit)))
-                wave_meets(arch)  # the next step multiplies matrices
+                wave_meets(arch)  # reconverges the wave, as the next step uses matrix units
             if counts is not None:
                 barrier()
                 add_counts(counts, (Counts, row, 0), tid, threads)
 
 
 class LaneScores:
-    """As `MatrixScores`, of queries (Q, W), with multiply-adds of float32."""
+    """The scores that a workgroup computes without matrix units, with float32 multiply-adds. queries: (Q, W). The
+    interface is that of `MatrixScores`."""
 
     @staticmethod
     def shape(op: SelectKeys, arch: Device) -> tuple[int, int]:
@@ -174,8 +176,9 @@ class LaneScores:
 
 
 def score_blocks(op: SelectKeys, arch: Device, state: Buffer, places, buffers) -> None:
-    """By head a workgroup of one wave for each block, of which each thread has every so many positions; else a thread
-    for each block."""
+    """Emits the launch for block > 1. With by_head a workgroup of one wave computes a block, and its lanes take the
+    block's positions in turn; otherwise each thread computes a block. places: (rows, pages). buffers: (Q, Ik,
+    Order)."""
     (rows, pages), (Q, Ik, Order), m = places, buffers, op.m
     of_group = 1 if op.by_head else arch.wave
     with launch((-(-op.blocks // of_group), op.sets, m), (arch.wave,)) as (group, own, row, lane):
@@ -207,7 +210,7 @@ def score_blocks(op: SelectKeys, arch: Device, state: Buffer, places, buffers) -
 
 
 def _key(Ik: Buffer, page: Expr, place: Expr, d: int) -> Buffer:
-    """A key in registers."""
+    """Loads a key, as float32 in registers."""
     key = local(d)
     for first in range(0, d, UNIT):
         for i, x in enumerate(elements(T.Bind(Ik[page, place, at(first, UNIT)]))):
@@ -224,7 +227,7 @@ def _product(Q: Buffer, row: Expr, head: Expr, key: Buffer, d: int) -> Expr:
 
 
 def _vectors(thread: Expr, threads: int) -> Iterator[Expr]:
-    """The numbers of the vectors of WIDTH counts that one of so many threads has; a wave alone has many, in a loop."""
+    """The numbers of the vectors of WIDTH counts of one of `threads` threads, in a loop if there are many."""
     vectors = COUNTS // WIDTH
     if vectors <= threads * UNROLLED:
         for own, valid in each_owned(thread, threads, vectors):
@@ -238,13 +241,13 @@ def _vectors(thread: Expr, threads: int) -> Iterator[Expr]:
 
 
 def clear(counts: Buffer, index: tuple, thread: Expr, threads: int) -> None:
-    """COUNTS numbers of counts[index] become 0, by so many threads."""
+    """Sets the COUNTS elements of counts[index] to 0, by `threads` threads."""
     for own in _vectors(thread, threads):
         put(counts, T.broadcast(T.int32(0), WIDTH), *index, at(own * WIDTH, WIDTH))
 
 
 def add_counts(counts: Buffer, to: tuple, thread: Expr, threads: int) -> None:
-    """Adds a workgroup's counts to the COUNTS numbers of `to`, a buffer and an index."""
+    """Adds a workgroup's counts to the COUNTS elements of `to`, (buffer, index..), atomically."""
     for own in _vectors(thread, threads):
         for i, count in enumerate(elements(T.Bind(counts[at(own * WIDTH, WIDTH)]))):
             with when(count > 0):

@@ -1,9 +1,10 @@
-"""The scores of an indexer's keys on matrix units whose lanes are known (`matrices.py`), of either API.
+"""The scores of an indexer on matrix units whose lane layout is known (base/matrices.py), for target rocm and vulkan.
 
-Operand A are the queries of 16 heads, operand B keys, which go from the cache to registers to matrices. A query is
-multiplied by a power of two, by which its head's weight is divided, and is the sum of two float16: the second has what
-the first lacks, so that products are as exact as with float32. Where the lanes of sums are not known, the weighted sums
-are a matrix, too, whose columns, one for each key, go through shared memory to be added up.
+Operand A is the queries of 16 heads. Operand B is keys, which are loaded from the cache to registers. A query is
+represented by two float16 numbers for each element, whose sum is nearly exact, so that products are as precise as with
+float32. Before this it is scaled by a power of two; its head's weight is divided by the same power. If the lane layout
+of the sums is not known, the weighted sums over heads are computed as a matrix too; its columns, one for each key, are
+added up in LDS.
 """
 
 from itertools import product
@@ -21,16 +22,16 @@ from mlc_amd.schedules.operators.attention import PAGE
 from mlc_amd.schedules.operators.indexer import SelectKeys
 from mlc_amd.schedules.tir import Buffer, Expr
 
-KEYS, WAVES = 32, 8  # keys of a wave, which divide a page; waves of a workgroup, at most
-SUMS, LOADED = 64, 64  # registers of a lane for sums and for keys, at most
-SCALE = 10 << 23  # the exponent of a query's largest element after scaling, in the bits of a float32
-HIGH = -(1 << 13)  # a mask: the bits of a float32 that float16 has
-SHARED = SIDE // WIDTH + 1  # units of a key's sums in shared memory: neighbouring keys begin in different banks
+KEYS, WAVES = 32, 8  # keys of a wave, a divisor of PAGE; largest number of waves of a workgroup
+SUMS, LOADED = 64, 64  # largest numbers of registers of a lane for sums and for keys
+SCALE = 10 << 23  # as float32 exponent bits: a query's largest element is scaled to about 2**10
+HIGH = -(1 << 13)  # mask of the bits of a float32 that fit into a float16
+SHARED = SIDE // WIDTH + 1  # vectors of a key's sums in LDS, with padding, so that keys begin in different banks
 
 
 class Queries:
-    """The queries of a step's rows as operands, float16 [m, 2, heads * d], and the heads' weights, float32 [m,
-    heads / 16, copies, 16]: a copy for each column of a matrix of sums where its lanes are not known, else one."""
+    """The queries of a step as operands, float16 [m, 2, heads * d], and the heads' weights, float32 [m, heads / 16,
+    copies, 16]. copies: 1 if the lane layout of sums is known; otherwise a copy for each column of a matrix of sums."""
 
     def __init__(self, op: SelectKeys, arch: Device):
         self.op, self.arch, unit = op, arch, known_unit(arch)
@@ -40,11 +41,11 @@ class Queries:
 
     @staticmethod
     def fit(op: SelectKeys, arch: Device) -> bool:
-        """Whether there are such matrices, and they divide these queries."""
+        """Whether the arch has such matrix units, and heads and d are multiples of their sizes."""
         return bool(arch.lane_blocks) and op.heads % SIDE == 0 and op.d % known_unit(arch).columns == 0
 
     def store(self, Q: Buffer, W: Buffer, row: Expr, head: Expr, lane: Expr) -> None:
-        """A wave stores the query and the weight of a head of a row."""
+        """A wave scales and stores the query of a head of a row, and stores the head's weight."""
         d, largest = self.op.d, filled(T.float32(0))
         own = [(T.Bind(head * d + i * WIDTH), valid) for i, valid in each_owned(lane, self.arch.wave, d // WIDTH)]
         loaded = [elements(T.Bind(Q[row, at(column, WIDTH)])) for column, _ in own]
@@ -55,7 +56,7 @@ class Queries:
         factor = T.Bind(T.reinterpret("float32", T.int32(254 << 23) - exponent))
         for (column, valid), each in zip(own, loaded, strict=True):
             scaled = [T.Bind(x * factor) for x in each]
-            # not a conversion and back, which NVIDIA's driver leaves out
+            # by a mask, as NVIDIA's driver removes a conversion to float16 and back
             high = [T.Bind(T.reinterpret("float32", T.reinterpret("int32", x) & HIGH)) for x in scaled]
             low = [x - h for x, h in zip(scaled, high, strict=True)]
             with when(valid):
@@ -67,12 +68,12 @@ class Queries:
 
 
 class MatrixScores:
-    """The scores that a workgroup computes, a group of keys of the cache Ik at a time. pages: (page table, the row's
-    slot in it); place: the row, this thread's wave and lane."""
+    """The scores that a workgroup computes, for one group of keys of the cache Ik at a time. pages: (page table, slot
+    of the row). place: (row, wave, lane)."""
 
     @staticmethod
     def shape(op: SelectKeys, arch: Device) -> tuple[int, int]:
-        """Waves of a workgroup, and keys of a group."""
+        """(waves of a workgroup, keys of a group)."""
         waves = min(WAVES, arch.threads // arch.wave)
         return waves, waves * KEYS
 
@@ -97,7 +98,7 @@ class MatrixScores:
             self.weight.clear()
 
     def compute(self, first: Expr, last: Expr) -> None:
-        """Of the group of keys from that one on; last: the last that the row sees."""
+        """Computes the scores of the group of keys from `first` on. last: the last key that the row attends to."""
         own = T.Bind(first + self.wave * KEYS)
         page = uniform(self.arch, T.Bind(self.pages[self.slot, T.min(own, last) // PAGE]))
         places = [T.Bind(own % PAGE + t * self.unit.side + self.r) for t in range(self.tiles)]
@@ -120,7 +121,7 @@ class MatrixScores:
                     self._add_known(totals, n, head)
                 else:
                     self._add(n, head)
-        barrier()  # others may read those of the group before
+        barrier()  # other waves may still read the sums of the previous group
         number = T.Bind(self.wave * KEYS)
         for t in range(self.tiles):
             if self.unit.knows_sums:
@@ -135,7 +136,7 @@ class MatrixScores:
         barrier()
 
     def total(self, number: Expr) -> Expr:
-        """The score of a key of the group."""
+        """The score of key `number` of the group."""
         if self.unit.knows_sums:
             return self.shared[number]
         units = [T.Bind(self.shared[number * SHARED + i]) for i in range(SIDE // WIDTH)]
@@ -145,7 +146,7 @@ class MatrixScores:
         return at(self.unit.unit(chunk, i, self.part) * UNIT, UNIT)
 
     def _multiply(self, heads: range, chunk: int, keys: list) -> None:
-        """Adds the products of a chunk of columns of these tiles of heads and of all tiles of keys."""
+        """Adds the products of some tiles of heads with all tiles of keys, for a chunk of columns, to the sums."""
         operands = [list(self.matrices.operands("b", t, runs)) for t, runs in enumerate(keys)]
         for (n, head), half in product(enumerate(heads), range(2)):
             rows = [T.Bind((head * SIDE + r) * self.d) for r in self.unit.rows(self.r)]

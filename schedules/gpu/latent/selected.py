@@ -1,6 +1,8 @@
-"""Attention to chosen keys on the GPU (schedules/operators/indexer.py): on cooperative matrices `selected_tiles.py`'s.
-Else a workgroup has some heads of a row that share a KV head, and all of the row's keys or a split of them: a thread
-scores some keys, then sums some columns. A second launch joins splits.
+"""The kernel of `SelectedAttention` on GPUs (schedules/operators/indexer.py). Latent attention on archs with
+cooperative matrices is in selected_tiles.py.
+
+Otherwise a workgroup has some heads of a row that share a KV head, and all chosen keys of the row or a split of them.
+Each thread computes the scores of some keys, then some columns of the output. A second launch joins the splits.
 """
 
 from collections.abc import Callable
@@ -24,14 +26,15 @@ from mlc_amd.schedules.operators.indexer import SelectedAttention
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 THREADS = 256
-HEADS = 4  # of a workgroup, at most
-LEAST = 64  # keys of a split, where a row sees so many
-FILL = 2  # workgroups for each compute unit that keys are split among
-EXTRA = 2  # float32 after a head's columns in a part: top and total
+HEADS = 4  # largest number of heads of a workgroup
+LEAST = 64  # smallest number of keys of a split, unless the row has fewer
+FILL = 2  # keys are split so that there are about so many workgroups for each compute unit
+EXTRA = 2  # float32 after the columns of a head in Parts: top and total
 
 
 class Shape(NamedTuple):
-    """Of a workgroup: heads, the splits of a row's keys, and the keys of a split at most."""
+    """heads: heads of a workgroup. splits: largest number of splits of a row's keys. keys: largest number of keys of a
+    split."""
 
     heads: int
     splits: int
@@ -41,12 +44,12 @@ class Shape(NamedTuple):
         return 4 * ((self.heads + 1) * self.keys + THREADS * UNIT) + 1024
 
     def active(self, count: Expr) -> Expr:
-        """Splits of so many keys."""
+        """The number of splits of `count` keys."""
         return T.Bind(T.max(T.min((count + (LEAST - 1)) // LEAST, T.int32(self.splits)), T.int32(1)))
 
 
 def shape_of(op: SelectedAttention, arch: Device) -> Shape:
-    """The most heads for which shared memory holds the scores. UserError if it does not hold those of one."""
+    """The Shape with the most heads whose scores fit into LDS. Raises UserError if those of one head do not fit."""
     for heads in range(HEADS, 0, -1):
         if op.layer.group % heads == 0:
             groups = op.layer.heads // heads * op.m
@@ -62,8 +65,8 @@ def shape_of(op: SelectedAttention, arch: Device) -> Shape:
 
 @builds(SelectedAttention)
 def selected_attention(op: SelectedAttention, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state, rows, pages, Qo, Ids, Kc, [Vc], [Sinks], Y). UserError for more keys than shared memory holds the
-    scores of."""
+    """Kernel (state, rows, pages, Qo, Ids, Kc, [Vc], [Sinks], Y), with the shapes of `SelectedAttention`. Raises
+    UserError if the scores do not fit into LDS."""
     spec, m, tile = op.layer, op.m, selected_tiles.plan_for(op, arch)
     rows, pages = place_args(m, spec)
     Q = T.arg("Qo", T.buffer((m, spec.heads, spec.width), "float16"))
@@ -79,7 +82,7 @@ def selected_attention(op: SelectedAttention, arch: Device, state: Buffer, plan:
     Parts = T.alloc_buffer((m, shape.splits, spec.heads, d + EXTRA), "float32") if shape.splits > 1 else None
 
     def seen(row: Expr, kv: Expr) -> tuple[Expr, Expr, Expr]:
-        """(its position, the first of the ids for that KV head, how many keys they are)."""
+        """(position of the row, index of the first id for this KV head, number of chosen keys)."""
         last = clamped_position(rows, row, spec.ctx)
         first, many = T.Bind(kv // (spec.kv_heads // op.sets) * op.used), choices(op, last)
         return last, first, keys_of(op, many, Ids[row, first + many - 1], last)
@@ -95,12 +98,12 @@ def selected_attention(op: SelectedAttention, arch: Device, state: Buffer, plan:
             active = shape.active(count)
             begin, end = (T.Bind(T.truncdiv((split + i) * count, active)) for i in range(2))
         work = _Work(op, arch, shape, waves, (Q, cache, sinks), (row, head, kv), (lane, wave))
-        # a loop of 0 or 1 steps: barriers in an `if` are refused
+        # a loop of 0 or 1 steps instead of an `if`, in which barriers are not allowed
         with T.serial(1 if active is None else T.cast(split < active, "int32")):
             slot = row_slot(rows, row)
 
             def place(number: Expr) -> Expr:
-                """Of chosen key `number`, counted by all places of all pages."""
+                """The place of chosen key `number` in the cache: page * PAGE + place in the page."""
                 position = Ids[row, first + number // op.block] * op.block + number % op.block
                 position = T.Bind(T.max(T.min(position, last), T.int32(0)))
                 return T.Bind(pages[slot, position // PAGE] * PAGE + position % PAGE)
@@ -125,7 +128,7 @@ def selected_attention(op: SelectedAttention, arch: Device, state: Buffer, plan:
 
 
 def _join(Parts: Buffer, Y: Buffer, sinks: Buffer, of, active: Expr, thread: Expr, threads: int) -> None:
-    """The result of a head of a row, of what its splits have."""
+    """Joins the results of the splits of a head of a row, and stores the output."""
     (row, head), d = of, int(Parts.shape[3]) - EXTRA
     largest, total = filled(T.float32(LOWEST)), filled(T.float32(0))
     with T.serial(active) as split:
@@ -144,7 +147,7 @@ def _join(Parts: Buffer, Y: Buffer, sinks: Buffer, of, active: Expr, thread: Exp
 
 
 class _Work:
-    """What a workgroup does for its heads of a row: buffers (queries, cache, sinks), of: (row, first head, KV head)."""
+    """A workgroup's work for some heads of a row. buffers: (queries, cache, sinks). of: (row, first head, KV head)."""
 
     def __init__(self, op: SelectedAttention, arch: Device, shape: Shape, waves: int, buffers, of, place):
         (self.Q, self.cache, _), (self.row, self.head, self.kv), (lane, wave) = buffers, of, place
@@ -158,7 +161,8 @@ class _Work:
         return self.cache.Kc[there // PAGE, self.kv, tile, column // UNIT, within, at(column % UNIT, size)]
 
     def weigh(self, place: Callable[[Expr], Expr], begin: Expr, count: Expr) -> tuple[list[Expr], list[Expr]]:
-        """Leaves the weights of `count` keys from number `begin` on; by head the largest score, the sum of weights."""
+        """Stores the weights of `count` keys, from chosen key `begin` on, to LDS. Returns for each head the largest
+        score and the sum of weights."""
         scores, places, threads, thread = self.scores, self.places, self.threads, self.thread
         steps, top = T.Bind((count + (threads - 1)) // threads), filled(T.float32(LOWEST), self.heads)
         with T.serial(steps) as step:
@@ -193,7 +197,7 @@ class _Work:
         return tops, totals
 
     def sums(self, count: Expr):
-        """Yields (head, column, weighted sum of `count` values, whether there is one) of what a thread has."""
+        """The thread's elements of the outputs: (head, column, weighted sum of `count` values, whether it exists)."""
         if self.spec.values and self.spec.value_d // UNIT <= self.threads:
             yield from self._sums_of_units(count)
             return
@@ -213,8 +217,8 @@ class _Work:
                 yield h, column, results[h], first + self.thread < self.spec.value_d
 
     def _sums_of_units(self, count: Expr):
-        """A thread has a unit of the columns, and of the keys as many as there are threads for each unit; their sums
-        meet in shared memory, a head after the other."""
+        """`sums` if there are more threads than units of columns: several threads share a unit, and divide the keys.
+        Their sums are added in LDS, one head after the other."""
         d, threads = self.spec.value_d, self.threads
         units = d // UNIT
         slices = threads // units

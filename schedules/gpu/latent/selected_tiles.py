@@ -1,7 +1,8 @@
-"""Latent attention to chosen keys on cooperative matrices, as `attention_latent_wave.py` computes it: a workgroup has a
-tile of a row's heads, and all of the row's keys or a split of them, which a second launch joins.
+"""`SelectedAttention` for latent attention on cooperative matrices, with the code of attention_latent_wave.py: a
+workgroup has a tile of a row's heads, and all chosen keys of the row or a split of them. A second launch joins the
+splits.
 
-The keys of a block are those that the row's ids name, wherever the cache has them.
+A block of keys is consecutive ids of the row; its keys may be anywhere in the cache.
 """
 
 from contextlib import nullcontext
@@ -24,8 +25,8 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 
 class ChosenBlock(KeyBlock):
-    """A block of chosen keys, of which a thread looks at one: `page` is its place, counted by all places of all
-    pages."""
+    """A block of chosen keys. Each thread loads columns of one key: `page` is the place of this key in the cache,
+    number of the page * PAGE + place in the page."""
 
     def key(self, place: Expr, c: Expr) -> Expr:
         page, place = self.page // PAGE, T.Bind(self.page % PAGE)
@@ -33,15 +34,15 @@ class ChosenBlock(KeyBlock):
 
 
 class Chosen(Cache):
-    """The keys that a row chose, `count` ones, in the place of all keys. own: the number in a block of the key that
-    this thread looks at."""
+    """A Cache that has only the `count` keys that a row chose. own: the number within a block of the key that this
+    thread loads."""
 
     def __init__(self, cache: Cache, ids: Buffer, row: Expr, count: Expr, last: Expr, own: Expr):
         vars(self).update(vars(cache))
         self.ids, self.row, self.count, self.last, self.own = ids, row, count, last, own
 
     def page(self, slot: Expr, position: Expr) -> Expr:
-        """The place of the thread's key of the block that begins with that number."""
+        """The place in the cache of this thread's key of the block whose first chosen key has number `position`."""
         number = T.Bind(T.min(position + self.own, self.count - 1))
         there = T.Bind(T.max(T.min(self.ids[self.row, number], self.last), T.int32(0)))
         return super().page(slot, there) * PAGE + there % PAGE
@@ -51,31 +52,31 @@ class Chosen(Cache):
 
 
 def plan_for(op: SelectedAttention, arch: Device) -> LatentDecodePlan | None:
-    """None where no plan fits: another kernel must compute it."""
+    """The plan for an operator; None if none fits: then the kernel of selected.py must be used."""
     if op.block > 1 or not op.layer.values:
         return None
     plan = plan_of(op.layer, op.m, arch)
     if not plan or plan.keys > KEYS:
         return None
     threads = plan.waves * arch.wave
-    one_key = threads % plan.keys == 0 and plan.keys * op.layer.width // UNIT >= threads  # of a thread in a block
+    one_key = threads % plan.keys == 0 and plan.keys * op.layer.width // UNIT >= threads  # a thread loads one key
     return plan if one_key else None
 
 
 def splits_of(op: SelectedAttention, plan: LatentDecodePlan, arch: Profile) -> int:
-    """Of a row: as many as fill the GPU, each with some blocks of keys."""
+    """The number of splits of a row: as many as fill the GPU, if each has at least plan.least blocks of keys."""
     workgroups = -(-op.layer.heads // plan.rows) * op.m
     return max(min(plan.fill * arch.units // workgroups, op.used // (plan.keys * plan.least)), 1)
 
 
 def emit(op: SelectedAttention, step: Step, Ids: Buffer, arch: Profile, plan: LatentDecodePlan) -> None:
-    """The launches. step: all of its rows are single ones."""
+    """Emits the launches. All rows of the step must be single rows."""
     layer, m, splits = op.layer, op.m, splits_of(op, plan, arch)
     heads, parts, size = layer.heads, -(-layer.heads // plan.rows), part_size(plan, layer)
     Parts = T.alloc_buffer((m * splits * parts * size,), "float32") if splits > 1 else None
 
     def active_of(count: Expr) -> tuple[Expr, Expr]:
-        """(blocks of so many keys, splits that have one)."""
+        """(number of blocks of `count` keys, number of splits that have blocks)."""
         blocks = T.Bind((count + (plan.keys - 1)) // plan.keys)
         return blocks, T.Bind(T.min((blocks + (plan.least - 1)) // plan.least, T.int32(splits)))
 

@@ -1,6 +1,6 @@
-"""The causal convolution of each column, over the rows of a sequence (schedules/operators/recurrent.py).
+"""The kernel of `CausalConv` on GPUs (schedules/operators/recurrent.py).
 
-A thread has one column of one sequence, and goes through ROWS rows of it, or through all where they are single rows.
+A thread computes one column of one sequence: for ROWS rows of a chunk, or for all single rows of the sequence.
 """
 
 from tvm.tirx.script import builder as T
@@ -13,28 +13,29 @@ from mlc_amd.schedules.operators import CausalConv
 from mlc_amd.schedules.runs import RunCells, begins, conv_args, run_length, runs
 from mlc_amd.schedules.tir import Buffer, Expr
 
-THREADS = 64  # of a workgroup: columns; few, so that narrow models use several compute units
-ROWS = 16  # of a chunk that a thread goes through; more than there are taps
+THREADS = 64  # threads of a workgroup, each with a column; few, so that narrow models use several compute units
+ROWS = 16  # rows of a chunk that a thread computes; at least the number of taps
 
 
 @builds(CausalConv)
 def causal_conv(op: CausalConv, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state int32[4], those of `conv_args`). ValueError for more taps than ROWS."""
+    """Kernel (state int32[4], the parameters of `conv_args`). Raises ValueError for more taps than ROWS."""
     channels, taps, m, gated, parts, bias = op.channels, op.taps, op.m, op.gated, op.parts, op.bias
     if taps > ROWS:
         raise ValueError(f"a convolution over {taps} positions: at most {ROWS} are possible")
     threads, firsts = min(THREADS, arch.threads), runs(m, op.single)
-    blocks = -(-m // ROWS) if op.single < m else 1  # of the chunk; runs of single rows are short
+    blocks = -(-m // ROWS) if op.single < m else 1  # blocks of the chunk; a run of single rows is one block
     rows, cells, inputs, weight, B, States, Y = conv_args(op)
     own = channels // parts
 
     def convolve(
         X: Buffer, W: Buffer, before: Expr, column: Expr, block: int, first: Expr, begin: Expr, live: Expr
     ) -> None:
-        """A column of a part, which `before` columns of others precede."""
+        """Emits a block of rows of a column of a part. before: columns of the parts before it. first: first row of the
+        run; begin: first row of the block, which is number `block` of the run."""
 
         def taken(row: Expr, column: Expr) -> Expr:
-            """What the convolution takes of a row."""
+            """The convolution's input in a row and column: X, or if gated B * X."""
             x = X[row, column]
             return x * X[row, column + 2 * channels] if gated else x
 
@@ -48,7 +49,7 @@ def causal_conv(op: CausalConv, arch: Device, state: Buffer, plan: None) -> None
                 earlier = taken(T.max(begin - (taps - 1) + t, T.int32(0)), column)
                 T.buffer_store(cell, kept if blocks == 1 else T.Select(block == 0, kept, earlier), [0])
             count = length
-            if blocks > 1:  # single rows have one block
+            if blocks > 1:  # a run of single rows is one block of any length
                 some = T.min(length - block * ROWS, T.int32(ROWS))
                 count = T.Bind(T.Select(first < T.min(state[0], T.int32(op.single)), length, some))
 
@@ -71,14 +72,14 @@ def causal_conv(op: CausalConv, arch: Device, state: Buffer, plan: None) -> None
             with T.If(block == 0), T.Then():
                 target = places.after(length - 1)
                 for t in range(taps - 1):
-                    # of a run of fewer rows the later ones of the states before, which are not overwritten yet
+                    # for a run with fewer rows than taps - 1, older inputs come from the state before the run
                     row = T.Bind(length - (taps - 1) + t)
                     older = States[places.source, T.min(length + t, T.int32(taps - 2)), before + column]
                     kept = T.Select(position > 0, older, T.float32(0))
                     value = T.Select(row < 0, kept, taken(first + T.max(row, T.int32(0)), column))
                     T.buffer_store(States, value, [target, t, before + column])
 
-    # The first block of a run is given by the row that begins it, the others are those of the chunk.
+    # The first block of each run is found by the row that begins the run. Only a chunk has more blocks.
     groups = -(-own // threads)
     with launch((groups * parts, firsts + blocks - 1), (threads,)) as (chunk, part, thread):
         column, live = T.Bind((chunk if parts == 1 else chunk % groups) * threads + thread), live_rows(state, m)

@@ -1,9 +1,8 @@
-"""Gated delta nets: the matrix of each value head over the rows of a sequence, and what it keeps of each channel
-(schedules/operators/recurrent.py).
+"""The kernels of `DeltaNet` and `ChannelDecay` on GPUs (schedules/operators/recurrent.py).
 
-A few neighbouring lanes have a column of a matrix in their registers and go through the rows of a sequence, one by one
-or a block at a time (`scan_blocks.py`). Row by row they meet in sums over their lanes, so waves never wait for one
-another. y = decay * M^T q + (q . k) t, so the sums of a row are independent.
+A group of adjacent lanes holds a column of a head's matrix M in registers, and processes the rows of a sequence, one by
+one or in blocks of rows (scan_blocks.py). Row by row, it needs only sums over the lanes of a group, so waves do not
+wait for each other. As y = decay * M^T q + (q . k) t, the sums for a row are independent of each other.
 """
 
 from math import sqrt
@@ -23,15 +22,16 @@ from mlc_amd.schedules.runs import decay_args, delta_args, key_head, runs, softp
 from mlc_amd.schedules.space import Space
 from mlc_amd.schedules.tir import Buffer, Expr
 
-BY_SLOT = 3  # (k[j] . q[i]) G(j, i); G(j, last); T[i, j]: of j, the row that the slot stands for
-ALONE = 3  # what S q and S k are multiplied with, G(-1, last)
+BY_SLOT = 3  # factors of a row i for each row j of the block: (k[j] . q[i]) G(j, i); G(j, last); T[i, j]
+ALONE = 3  # other factors of a row: the factors of S q and of S k; G(-1, last)
 FACTORS = scan_blocks.factor_count(BY_SLOT, ALONE)
-THREADS = 128  # of a workgroup that computes decays, at most: columns
+THREADS = 128  # largest number of threads of a workgroup of `channel_decay`
 
 
 @builds(DeltaNet)
 def delta_net(op: DeltaNet, arch: Device, state: Buffer, plan: ScanPlan | None) -> None:
-    """Kernel (state int32[4], those of `delta_args`): by blocks of rows where these suit the step, else row by row."""
+    """Kernel (state int32[4], the parameters of `delta_args`). It uses blocks of rows if `scan_blocks.suits` the step,
+    otherwise it processes row by row."""
     if not op.by_channel and scan_blocks.suits(op, op.d, op.d, arch):
         _delta_blocks(op, arch, state, plan)
     else:
@@ -44,7 +44,8 @@ def plans(op: DeltaNet, arch: Device) -> Space | None:
 
 
 def _delta_rows(op: DeltaNet, arch: Device, state: Buffer) -> None:
-    """A workgroup has a part of one matrix and one sequence. ValueError for heads whose columns do not fill waves."""
+    """Row by row. A workgroup has some columns of a matrix of one sequence. Raises ValueError for heads whose columns
+    do not fill waves."""
     key_heads, value_heads, d, single, m = op.key_heads, op.value_heads, op.d, op.single, op.m
     keys = key_heads * d
     columns, waves = waves_of(d, d, arch)
@@ -78,12 +79,13 @@ def _delta_rows(op: DeltaNet, arch: Device, state: Buffer) -> None:
 
 
 def _delta_blocks(op: DeltaNet, arch: Device, state: Buffer, plan: ScanPlan | None) -> None:
-    """With b = sigmoid(beta), S before a block and k, q as they are in the formulas, the changes of a block solve
+    """By blocks of rows. Let b = sigmoid(beta), S the matrix before the block, and k, q scaled as in `DeltaNet`. The
+    changes t of a block solve the triangular system
 
         t[i] = b[i] (v[i] - G(-1, i) S k[i] - sum over j < i of G(j, i) (k[j] . k[i]) t[j])
 
-    so t = T r with r[i] = v[i] - G(-1, i) S k[i] and T = (1 + A)^-1 diag(b), A the strictly lower triangle with
-    b[i] G(j, i) (k[j] . k[i]). The first launch inverts it. The scales of k and q are in the factors."""
+    So t = T r, where r[i] = v[i] - G(-1, i) S k[i] and T = (1 + A)^-1 diag(b). A is strictly lower triangular, with
+    A[i, j] = b[i] G(j, i) (k[j] . k[i]). The first launch computes T. The scales of k and q are in the factors."""
     key_heads, value_heads, d, single, m = op.key_heads, op.value_heads, op.d, op.single, op.m
     keys = key_heads * d
     plan = fitted(plan or ScanPlan(), d, d, arch)
@@ -127,7 +129,7 @@ def _delta_blocks(op: DeltaNet, arch: Device, state: Buffer, plan: ScanPlan | No
 
 
 def _factors(arch: Device, pairs: Pairs, decay: Expr, beta: Expr, eps: float, d: int) -> tuple[Expr, Expr]:
-    """(lists of a row's factors by row j, those of the row alone), for `Pairs.store`."""
+    """(lists of a row's factors for each row j, its other factors): the arguments of `Pairs.store`."""
     own_norm = filled(T.float32(0))
     for j, x in enumerate(pairs.kk):
         with T.If(pairs.i == j), T.Then():
@@ -143,7 +145,7 @@ def _factors(arch: Device, pairs: Pairs, decay: Expr, beta: Expr, eps: float, d:
         T.Bind(T.Select(pairs.i > j, row_scale * (x * kk), T.float32(0)))
         for j, (x, kk) in enumerate(zip(upto, pairs.kk, strict=True))
     ]
-    # a row is done when the rows above it have been taken off
+    # forward substitution: a row of T is complete after the rows above it have been subtracted
     solved = [T.Bind(T.Select(pairs.i == j, beta, T.float32(0))) for j in range(LANES)]
     for j in range(LANES - 1):
         source = T.Bind(pairs.base + j)
@@ -157,7 +159,7 @@ def _factors(arch: Device, pairs: Pairs, decay: Expr, beta: Expr, eps: float, d:
 
 @builds(ChannelDecay)
 def channel_decay(op: ChannelDecay, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state int32[4], X, A, Dt, Y). A thread has a column of a row."""
+    """Kernel (state int32[4], X, A, Dt, Y, see `decay_args`). A thread computes a column of a row."""
     d, m, columns, threads = op.d, op.m, op.heads * op.d, min(THREADS, arch.threads)
     X, A, Dt, Y = decay_args(op)
     with launch((-(-columns // threads), m), (threads,)) as (part, row, thread), if_live(state, m, row):

@@ -1,6 +1,6 @@
-"""The gate after a mixer: Y = X * sigmoid(Z), or X * silu(Z), where X may be normalized first, head by head.
+"""The kernel of `Gate` on GPUs: Y = X * sigmoid(Z), or X * silu(Z), where X may be normalized first, head by head.
 
-A lane has four columns of each step; neighbouring lanes share a head.
+A head is `size` columns. A group of adjacent lanes has a head; a lane has four columns in each step.
 """
 
 from tvm.tirx.script import builder as T
@@ -16,11 +16,11 @@ from mlc_amd.schedules.operators.attention import LOG2E
 from mlc_amd.schedules.operators.layouts import kind_of
 from mlc_amd.schedules.tir import Buffer, declared
 
-WAVES = 4  # of a workgroup, at most
+WAVES = 4  # largest number of waves of a workgroup
 
 
 def _lanes(size: int, wave: int) -> int:
-    """Lanes that share a head: a power of two, so that they are of one wave."""
+    """The number of lanes of a head: a power of two, so that they are in one wave."""
     lanes = 1
     while lanes < wave and size % (2 * lanes * WIDTH) == 0:
         lanes *= 2
@@ -29,9 +29,9 @@ def _lanes(size: int, wave: int) -> int:
 
 @builds(Gate)
 def gate(op: Gate, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state, X and Z float32 [m, k], G float32 [size] if there is an eps: the weights of the RMS norm over each
-    `size` columns, then A, S | H | Y of [m, k], as `layout` says). ValueError unless 32 divides k, and for heads that
-    the layout's blocks do not fit."""
+    """Kernel (state, X and Z float32 [m, k], [G float32 [size], the weights of the norm, with eps], then A, S | H | Y
+    of [m, k] in `layout`). Raises ValueError unless k is a multiple of 32, and for heads that do not fit the layout's
+    blocks."""
     k, m, eps, layout = op.k, op.m, op.eps, op.layout
     size = op.size if eps is not None else BLOCK
     lanes = _lanes(size, arch.wave)

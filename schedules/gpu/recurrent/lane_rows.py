@@ -1,5 +1,5 @@
-"""Rows of a matrix that a few neighbouring lanes have in their registers: how kernels of recurrent layers share out the
-matrix of a head, and go through the rows of a sequence one by one.
+"""Matrices of recurrent layers in registers: how a head's matrix is divided among waves and lanes, and the loop over
+the rows of a sequence, one by one. A group of LANES adjacent lanes holds one row of a matrix.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,14 +13,14 @@ from mlc_amd.schedules.operators import DeltaNet, SsmScan
 from mlc_amd.schedules.runs import RunCells, begins, run_length
 from mlc_amd.schedules.tir import Buffer, Expr
 
-LANES = 8  # of a row
-WAVES = 4  # of a workgroup, at most
-WIDTHS = 4, 2, 1  # numbers of a load
+LANES = 8  # lanes of a group
+WAVES = 4  # largest number of waves of a workgroup
+WIDTHS = 4, 2, 1  # possible numbers of float32 in a load
 
 
 def waves_of(rows: int, size: int, arch: Device) -> tuple[int, int]:
-    """(rows of a wave, waves of a workgroup) for a matrix of so many rows of `size` numbers. ValueError for one that
-    does not fill waves."""
+    """(rows of a wave, waves of a workgroup) for a matrix [rows, size]. Raises ValueError for matrices that do not fill
+    waves."""
     own = arch.wave // LANES
     waves = next(
         (n for n in (4, 2, 1) if own and n <= min(WAVES, arch.threads // arch.wave) and rows % (n * own) == 0), 0
@@ -31,12 +31,12 @@ def waves_of(rows: int, size: int, arch: Device) -> tuple[int, int]:
 
 
 def width_of(count: int) -> int:
-    """Numbers of a load of `count`."""
+    """The largest number of float32 in a load that divides `count`."""
     return next(width for width in WIDTHS if count % width == 0)
 
 
 def load_row(buffer: Buffer, place: tuple[Expr, ...], first: Expr, count: int) -> list[Expr]:
-    """`count` numbers of buffer[place] from index `first` on, in registers."""
+    """Loads `count` float32 from buffer[place], from index `first` on, to registers."""
     width, found = width_of(count), []
     for start in range(0, count, width):
         x = T.Bind(buffer[(*place, at(first + start, width))])
@@ -45,7 +45,7 @@ def load_row(buffer: Buffer, place: tuple[Expr, ...], first: Expr, count: int) -
 
 
 def store_row(buffer: Buffer, place: tuple[Expr, ...], first: Expr, values: Sequence[Expr]) -> None:
-    """The inverse."""
+    """Stores values to buffer[place], from index `first` on."""
     width = width_of(len(values))
     for start in range(0, len(values), width):
         T.buffer_store(buffer, vector(values[start : start + width]), [*place, at(first + start, width)])
@@ -55,9 +55,9 @@ def each_row(
     op: DeltaNet | SsmScan, step: tuple[Buffer, Buffer, Buffer], first: Expr, States: Buffer, place: tuple[Expr, ...],
     begin: Expr, count: int,
 ) -> Iterator[tuple[Expr, list[Buffer]]]:  # fmt: skip
-    """The loop over the rows of the run that begins with row `first`, if one does: yields (row, registers of the
-    `count` numbers of States[cell, *place] from index `begin` on, which the sequence keeps). step: state, rows and
-    cells."""
+    """The loop over the rows of the run that begins at row `first`, if a run begins there: yields (row, registers). The
+    registers hold `count` elements of the state, States[cell, *place] from index `begin` on. They are loaded before the
+    first row, and stored where the run keeps a state (schedules/runs.py). step: (state, rows, cells)."""
     state, rows, cells = step
     live = live_rows(state, op.m)
     with T.If(first < live), T.Then(), T.If(begins(rows, first)), T.Then():

@@ -1,18 +1,19 @@
-"""Blocks of a run: how kernels of recurrent layers go through a chunk LANES rows at a time instead of row by row.
+"""Scans of recurrent layers in blocks of LANES rows of a run, instead of row by row.
 
-The rows of a block meet the matrix S before the block, and one another. With k and q of row i, its decay, and G(j, i)
-the product of the decays of the rows after j up to i:
+Let S be a column of the state before a block, a vector along k. Row i of the block has vectors k[i] and q[i], and a
+decay; G(j, i) is the product of the decays of the rows after j up to i; row -1 is before the block. Then
 
-    t[i] = what is added to a column along k[i]: given (Mamba-2), or the solution of a triangular system (delta rule)
+    t[i] = the change of the column along k[i]: given (Mamba-2), or the solution of a triangular system (delta rule)
     y[i] = G(-1, i) S q[i] + sum over j <= i of G(j, i) (k[j] . q[i]) t[j]
-    S    = G(-1, last) S + sum over j of G(j, last) t[j] k[j]
+    S    = G(-1, last) S + sum over j of G(j, last) t[j] k[j]          after the block
 
-Two launches: the first computes for all blocks at once what does not depend on S, the factors of each row;
-the second goes through the blocks of a run. There a group of LANES lanes has some columns of
-a matrix in its registers, distributed along k, and lane i is row i of the block, too: it gets the products of its row,
-and computes its t and y. Slot s of a lane stands for row i ^ s, so that lanes exchange by xor and without selects.
+There are two launches. The first computes, for all blocks in parallel, the numbers that do not depend on S: the factors
+of each row (`Pairs`). The second processes the blocks of a run in order (`Scan`): a group of LANES lanes has some
+columns of a matrix in registers, distributed among the lanes along k. Lane i also represents row i of the block: it
+gets the products S q[i] and S k[i], and computes t[i] and y[i]. Slot s of lane i stands for row i ^ s, so that lanes
+exchange values by xor shuffles, without selects.
 
-A block's q and k, and its factors, go through shared memory; the next block's are loaded while this one is computed.
+The q, k and factors of a block are in LDS; those of the next block are loaded while a block is computed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,25 +31,25 @@ from mlc_amd.schedules.runs import RunCells, begins, run_length
 from mlc_amd.schedules.space import Kernel, Space
 from mlc_amd.schedules.tir import Buffer, Expr
 
-LEAST = 2 * LANES  # rows of a chunk for which blocks pay
-QUAD = 4  # factors of a load
+LEAST = 2 * LANES  # smallest number of rows of a chunk for which blocks are faster
+QUAD = 4  # factors in a load
 
 
 @dataclass(frozen=True)
 class ScanPlan:
-    """The default takes least time on an H200 for the delta nets of Qwen 3.5 27B: 512 rows in 146 us, row by row
-    543."""
+    """The plan of the second launch. The default takes the least time on an H200 for the delta nets of Qwen 3.5 27B:
+    146 us for 512 rows; row by row takes 543 us."""
 
-    columns: int = 2  # of a matrix that a group of lanes has: each number that it reads of q and k serves them all
-    waves: int = 2  # of a workgroup: a block of q and k serves them all
+    columns: int = 2  # columns of a matrix in a group of lanes, which share each element of q and k that is read
+    waves: int = 2  # waves of a workgroup, which share the block's q and k in LDS
 
 
 CHOICES = {"columns": (1, 2, 4), "waves": (1, 2, 4, 8)}
 
 
 def fitted(plan: ScanPlan, columns: int, size: int, arch: Device) -> ScanPlan:
-    """The plan with fewer columns and waves where matrices of `columns` columns of `size` numbers take that. ValueError
-    for matrices that do not fill waves, or shared memory that does not hold a block."""
+    """The plan, with fewer columns and waves if matrices of `columns` columns of `size` elements need that. Raises
+    ValueError for matrices that do not fill waves, or if a block does not fit into LDS."""
     own, fits = arch.wave // LANES, 4 * LANES * (2 * size + 4 * LANES) <= arch.lds
     most = min(plan.waves, arch.threads // arch.wave)
     for count in (n for n in CHOICES["columns"][::-1] if n <= plan.columns):
@@ -59,8 +60,8 @@ def fitted(plan: ScanPlan, columns: int, size: int, arch: Device) -> ScanPlan:
 
 
 def suits(op: DeltaNet | SsmScan, columns: int, size: int, arch: Device) -> bool:
-    """Whether blocks are for the operator's step on this arch; its heads' matrices have `columns` columns of `size`
-    numbers."""
+    """Whether the operator is computed by blocks on this arch. Its heads' matrices have `columns` columns of `size`
+    elements."""
     try:
         fitted(ScanPlan(1, 1), columns, size, arch)
     except ValueError:
@@ -69,13 +70,13 @@ def suits(op: DeltaNet | SsmScan, columns: int, size: int, arch: Device) -> bool
 
 
 def plans(op: DeltaNet | SsmScan, heads: int, columns: int, size: int, arch: Device) -> Space | None:
-    """The plans of `heads` such matrices; None for steps that go row by row."""
+    """The plans for `heads` such matrices; None if the operator is computed row by row."""
     if not suits(op, columns, size, arch):
         return None
 
     def kernel(plan: ScanPlan) -> Kernel:
         if fitted(plan, columns, size, arch) != plan:
-            raise ValueError(f"{plan} does not divide matrices of {size} x {columns}")
+            raise ValueError(f"{plan} does not fit matrices of {size} x {columns}")
         threads = plan.waves * arch.wave
         groups = columns // (plan.columns * threads // LANES) * heads
         return Kernel(plan, groups, threads, LANES * 2 * size * 4 / threads)
@@ -84,7 +85,8 @@ def plans(op: DeltaNet | SsmScan, heads: int, columns: int, size: int, arch: Dev
 
 
 def blocks_of(m: int, single: int) -> int:
-    """Blocks of a step, at most: one may begin at each single row, the others are the chunk's."""
+    """The largest number of blocks of a step: one for each single row, at which it may begin, and those of the
+    chunk."""
     return single + -(-m // LANES)
 
 
@@ -93,7 +95,7 @@ def _singles(state: Buffer, live: Expr, single: int) -> Expr:
 
 
 def block_rows(state: Buffer, rows: Buffer, number: Expr, m: int, single: int) -> tuple[Expr, Expr]:
-    """(first row, live rows, 0 where there is no such block) of block number `number`."""
+    """(first row, number of live rows) of block `number`; 0 live rows if there is no such block."""
     live = live_rows(state, m, minimum=0)
     singles = _singles(state, live, single)
     chunk = T.Bind(number >= single)
@@ -113,14 +115,14 @@ def block_rows(state: Buffer, rows: Buffer, number: Expr, m: int, single: int) -
 
 
 class Pairs:
-    """The first launch, of one block of rows in a wave: lane i of each group is row i, j stands for any other. qk[j] =
-    q[i] . k[j]; with `norms` kk[j] = k[i] . k[j] and qq = q[i] . q[i]."""
+    """The first launch: a wave has one block of rows, and lane i of each group of lanes has row i. For each row j of
+    the block it computes qk[j] = q[i] . k[j]; with `norms` also kk[j] = k[i] . k[j], and qq = q[i] . q[i]."""
 
     def __init__(
         self, arch: Device, X: Buffer, block: tuple[Expr, Expr], begins_at: tuple[Expr, Expr], size: int, lane: Expr,
         norms: bool,
     ):  # fmt: skip
-        """block: of `block_rows`. begins_at: the columns of X where q and k begin."""
+        """block: from `block_rows`. begins_at: the first columns of q and of k in X. size: columns of both."""
         (first, count), (q_at, k_at) = block, begins_at
         self.arch, self.lane, self.count = arch, lane, count
         self.i, self.base = T.Bind(lane % LANES), T.Bind(lane // LANES * LANES)
@@ -141,7 +143,7 @@ class Pairs:
                 self._add(sums[-1], mine[0], mine[0])
         found = [T.Bind(cell[0]) for cell in sums]
         distance = LANES
-        while distance < arch.wave:  # over the groups of lanes
+        while distance < arch.wave:  # sums over the groups of lanes
             found = [T.Bind(x + shuffle_xor(arch, x, distance)) for x in found]
             distance *= 2
         self.qk, self.kk, self.qq = found[:LANES], found[LANES:-1], found[-1]
@@ -152,12 +154,12 @@ class Pairs:
             put(cell, fma(x, y, cell[0]), 0)
 
     def of_rows(self, x: Expr) -> list[Expr]:
-        """x of each row."""
+        """The values of x of all rows of the block."""
         return [shuffle(self.arch, x, T.Bind(self.base + j)) for j in range(LANES)]
 
     def decays(self, decay: Expr) -> tuple[Expr, list[Expr], Expr, list[Expr]]:
-        """From the decay of this lane's row: (G(-1, i), G(j, i) for each j <= i, G(-1, last), G(j, last) for each j).
-        The products are of the decays alone, so that small ones keep their precision."""
+        """(G(-1, i), [G(j, i) for each j, 0 for j > i], G(-1, last), [G(j, last) for each j]). decay: that of this
+        lane's row. Products are computed without divisions, so that small ones are precise."""
         all_ = self.of_rows(T.Bind(T.Select(self.valid, decay, T.float32(1))))
         upto = [T.Bind(T.Select(self.i >= j, x, T.float32(1))) for j, x in enumerate(all_)]
         (own, *by_row), (keep, *to_last) = self._products(upto), self._products(all_)
@@ -165,7 +167,7 @@ class Pairs:
 
     @staticmethod
     def _products(factors: Sequence[Expr]) -> list[Expr]:
-        """The products of all factors, of those after 0, after 1, .."""
+        """[product of all factors, product of those after number 0, product of those after number 1, ..]."""
         found = [T.float32(1)]
         for x in reversed(factors):
             found.append(T.Bind(found[-1] * x))
@@ -174,7 +176,8 @@ class Pairs:
     def store(
         self, Factors: Buffer, place: tuple[Expr, ...], by_slot: Sequence[Sequence[Expr]], alone: Sequence[Expr]
     ) -> None:
-        """Factors[place] of this lane's row, by the first group: lists by row j go to the slots, then the others."""
+        """Stores the factors of this lane's row to Factors[place]; the first group of lanes does it. by_slot: lists
+        with a factor for each row j, which are stored in the order of slots. alone: the other factors."""
         with T.If(self.lane < LANES), T.Then():
             for n, values in enumerate(by_slot):
                 for j, x in enumerate(values):
@@ -184,19 +187,19 @@ class Pairs:
 
 
 def factor_count(by_slot: int, alone: int) -> int:
-    """Factors of a row, with padding."""
+    """The number of factors of a row, with padding."""
     return by_slot * LANES + -(-alone // QUAD) * QUAD
 
 
 class Scan:
-    """The second launch: a run, and the columns of a matrix that this group of lanes has, `column` the first."""
+    """The second launch: a run, and the columns of a matrix in this group of lanes. column: the first of them."""
 
     def __init__(
         self, op: DeltaNet | SsmScan, arch: Device, plan: ScanPlan, step: tuple[Buffer, Buffer, Buffer], first: Expr,
         size: int, index: tuple[Expr, Expr, Expr], count: int,
     ):  # fmt: skip
-        """step: state, rows and cells. first: row of the run. index: (part of the matrix, lane, wave). count: factors
-        of a row."""
+        """step: (state, rows, cells). first: first row of the run. size: elements of a column. index: (part of the
+        matrix, lane, wave). count: factors of a row."""
         (state, rows, cells), (part, self.lane, wave), m, single = step, index, op.m, op.single
         self.arch, self.plan, self.size, self.factors = arch, plan, size, count
         self.state, self.m, self.threads = state, m, plan.waves * arch.wave
@@ -213,26 +216,27 @@ class Scan:
         length = run_length(op, state, rows, first, live)
         self.length = T.Bind(T.Select(self.active, length, T.int32(0)))
         places = RunCells(rows, cells, first, single)
-        # a step with a chunk has no guesses, which alone leave a state after each row
+        # Only the last state is stored: a step with a chunk has no guesses, which would need a state after each row.
         self.source, self.target = places.source, places.after(T.max(length - 1, T.int32(0)))
         self.fresh = T.Bind(rows[first, 0] <= 0)
         self.matrix = [[local(1) for _ in range(self.own)] for _ in range(plan.columns)]
 
     def load(self, States: Buffer, place: Callable[[Expr], tuple[tuple[Expr, ...], Expr]]) -> None:
-        """The columns, from States[source cell, *place(column)] and the index of a number in it."""
+        """Loads the columns from the run's source cell. place(column): (further indices of States, index of the
+        column's first element)."""
         self.States, self.place = States, place
         for cells, before, u, begin in self._pieces_of(self.source):
             for e, x in enumerate(load_row(self.States, before, begin, self.width)):
                 put(cells[u + e], T.Select(self.fresh, T.float32(0), x), 0)
 
     def store(self) -> None:
-        """The columns into the target cell."""
+        """Stores the columns to the run's target cell."""
         for cells, before, u, begin in self._pieces_of(self.target):
             store_row(self.States, before, begin, [T.Bind(cell[0]) for cell in cells[u : u + self.width]])
 
     def _pieces_of(self, cell: Expr) -> Iterator[tuple[list[Buffer], tuple[Expr, ...], int, Expr]]:
-        """Yields (registers of a column, where it is in States, number of its register, index there) of what is loaded
-        at once, where there is a run."""
+        """The loads or stores of the columns, if there is a run. For each: (registers of a column, indices of States,
+        number of the first register, last index)."""
         with T.If(self.active), T.Then():
             for c, cells in enumerate(self.matrix):
                 before, begin = self.place(T.Bind(self.column + c))
@@ -240,15 +244,16 @@ class Scan:
                     yield cells, (cell, *before), u, begin + self._key(u)
 
     def _key(self, u: int) -> Expr:
-        """The number of the lane's element u along k: lanes alternate, so that they read side by side."""
+        """The number along k of the lane's element u. Lanes alternate, so that a group accesses adjacent elements."""
         return u * LANES + self.i * self.width
 
     def blocks(
         self, X: Buffer, Factors: Buffer, head: Expr, q_at: Expr, k_at: Expr,
         fetch: Callable[[Expr], Sequence[Expr]], body: Callable[[Expr, Expr, list[Expr]], None],
     ) -> None:  # fmt: skip
-        """Calls body(row, valid, fetched) for each block, with its q, k and factors in shared memory. fetch(row): what
-        the body takes of its row, as a list of registers; loaded a block ahead, too."""
+        """Emits the loop over blocks. It calls body(row of the lane, whether the row exists, result of fetch) with the
+        block's q, k and factors in LDS. fetch(row): loads other values of the row, and returns a list; they are also
+        loaded one block ahead."""
         width, size = self.width, self.size
         pieces, quads = LANES * 2 * size // width, LANES * self.factors // QUAD
         self.lds = T.alloc_buffer((pieces,), self._type(width), scope="shared")
@@ -290,14 +295,15 @@ class Scan:
         return f"float32x{width}" if width > 1 else "float32"
 
     def _read(self, slot: int, u: int, key: int, moved: Expr = 0) -> list[Expr]:
-        """The lane's elements u.. of q or k (key: 1) of the row that the slot stands for. moved: added to the index."""
+        """The lane's elements from u on of q (key: 0) or k (key: 1) of the row of a slot. moved: added to the index."""
         width = self.width
         first = T.Bind((self.i ^ slot) * (2 * self.size // width) + self.i + moved)
         x = T.Bind(self.lds[first + (key * (self.size // width) + u // width * LANES)])
         return [T.Bind(lane_of(x, e)) for e in range(width)] if width > 1 else [x]
 
     def factor_lists(self, by_slot: int, alone: int) -> tuple[list[list[Expr]], list[Expr]]:
-        """The factors of the lane's row: a list for each of `by_slot`, and those of the row alone."""
+        """The factors of the lane's row, as `Pairs.store` got them, but lists in the order of slots. by_slot, alone:
+        the numbers of lists and of other factors."""
         per = self.factors // QUAD
         first, found = T.Bind(self.i * per), []
         for n in range(per):
@@ -306,7 +312,7 @@ class Scan:
         return [found[n * LANES : (n + 1) * LANES] for n in range(by_slot)], found[by_slot * LANES :][:alone]
 
     def products(self, key: bool) -> list[Expr]:
-        """S q, or with `key` S k, of the lane's row, by column."""
+        """For each column S, the product S q[i], or with `key` S k[i], of the lane's row i."""
         sums = [[local(1) for _ in range(LANES)] for _ in self.matrix]
         for u in range(0, self.own, self.width):
             for slot in range(LANES):
@@ -318,19 +324,21 @@ class Scan:
         return [self._summed([T.Bind(cell[0]) for cell in column]) for column in sums]
 
     def _summed(self, parts: Sequence[Expr]) -> Expr:
-        """The sum over the group's lanes of what each has for this lane's row."""
+        """The sum over the lanes of the group of their parts for this lane's row. parts: a lane's part for each
+        slot."""
         total = parts[0]
         for slot in range(1, LANES):
             total = T.Bind(total + shuffle_xor(self.arch, parts[slot], slot))
         return total
 
     def by_slot(self, x: Expr) -> Expr:
-        """x of the rows that the slots stand for."""
+        """The values of x of the rows of all slots."""
         return [x] + [shuffle_xor(self.arch, x, slot) for slot in range(1, LANES)]
 
     def update(self, keep: Expr, changes: Sequence[Sequence[Expr]]) -> None:
-        """S = keep S + sum over slots of k changes[column][slot]."""
-        # compilers would keep k from `products` on: LANES times as many registers as a row takes
+        """For each column S = keep * S + the sum over slots of k * changes[column][slot]."""
+        # An index that compilers do not recognize. Otherwise they would keep the k of all rows in registers since
+        # `products`.
         moved = opaque_zero(self.state, self.block)
         for u in range(0, self.own, self.width):
             kept = [[T.Bind(cells[u + e][0] * keep) for e in range(self.width)] for cells in self.matrix]
@@ -344,7 +352,7 @@ class Scan:
 
 
 def weighed(factors: Sequence[Expr], xs: Sequence[Expr], total: Expr) -> Expr:
-    """total + the sum of the products."""
+    """total + the sum of factors[i] * xs[i]."""
     for factor, x in zip(factors, xs, strict=True):
         total = fma(factor, x, total)
     return total

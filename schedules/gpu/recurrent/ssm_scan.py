@@ -1,9 +1,8 @@
-"""Selective state spaces (Mamba-2, Mamba-1, linear attention): the matrix of each head over the rows of a sequence
-(schedules/operators/recurrent.py).
+"""The kernel of `SsmScan` on GPUs, for Mamba-2, Mamba-1 and linear attention (schedules/operators/recurrent.py).
 
-A few neighbouring lanes have a row of a matrix, which is a column of x, in their registers and go through the rows of a
-sequence, one by one or a block at a time (`scan_blocks.py`). Row by row they meet in one sum over their lanes, so waves
-never wait for one another.
+A group of adjacent lanes holds a row of a head's matrix S, which belongs to a column of x, in registers. It processes
+the rows of a sequence, one by one or in blocks of rows (scan_blocks.py). Row by row, it needs only a sum over the lanes
+of a group, so waves do not wait for each other.
 """
 
 from tvm.tirx.script import builder as T
@@ -22,14 +21,15 @@ from mlc_amd.schedules.runs import runs, softplus, ssm_args
 from mlc_amd.schedules.space import Space
 from mlc_amd.schedules.tir import Buffer, Expr
 
-BY_SLOT = 2  # (B[j] . C[i]) G(j, i); G(j, last): of j, the row that the slot stands for
-ALONE = 3  # what S C is multiplied with, dt, G(-1, last)
+BY_SLOT = 2  # factors of a row i for each row j of the block: (B[j] . C[i]) G(j, i); G(j, last)
+ALONE = 3  # other factors of a row: the factor of S C; dt; G(-1, last)
 FACTORS = scan_blocks.factor_count(BY_SLOT, ALONE)
 
 
 @builds(SsmScan)
 def ssm_scan(op: SsmScan, arch: Device, state: Buffer, plan: ScanPlan | None) -> None:
-    """Kernel (state int32[4], those of `ssm_args`): by blocks of rows where these are for the step, else row by row."""
+    """Kernel (state int32[4], the parameters of `ssm_args`). It uses blocks of rows if `_by_blocks` and
+    `scan_blocks.suits`, otherwise it processes row by row."""
     if _by_blocks(op) and scan_blocks.suits(op, op.d, op.size, arch):
         _scan_blocks(op, arch, state, plan)
     else:
@@ -46,7 +46,8 @@ def _by_blocks(op: SsmScan) -> bool:
 
 
 def _scan_rows(op: SsmScan, arch: Device, state: Buffer) -> None:
-    """A workgroup has a part of one matrix and one sequence. ValueError for heads whose columns do not fill waves."""
+    """Row by row. A workgroup has some rows of a matrix of one sequence. Raises ValueError for heads whose columns do
+    not fill waves."""
     heads, d, size, groups, single, m = op.heads, op.d, op.size, op.groups, op.single, op.m
     columns, waves = waves_of(d, size, arch)
     count = size // LANES
@@ -74,7 +75,7 @@ def _scan_rows(op: SsmScan, arch: Device, state: Buffer) -> None:
 
 
 def _scan_blocks(op: SsmScan, arch: Device, state: Buffer, plan: ScanPlan | None) -> None:
-    """B is k in `scan_blocks.py` and C is q; what is added along B[i] is t[i] = dt[i] * x[i]."""
+    """By blocks of rows. B and C are k and q of scan_blocks.py, and t[i] = dt[i] * x[i]."""
     heads, d, size, groups, single, m = op.heads, op.d, op.size, op.groups, op.single, op.m
     plan = fitted(plan or ScanPlan(), d, size, arch)
     columns = plan.columns * plan.waves * (arch.wave // LANES)

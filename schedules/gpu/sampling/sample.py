@@ -1,13 +1,13 @@
-"""The choice of a token for each row of logits, on the GPU.
+"""The kernel of `Sample` on GPUs: it chooses a token for each row of logits.
 
-In: logits float32 [n, columns], of which `vocab` count, and the buffers of runtime/sampling/layout.py. Out: token ids,
-and the logarithm of the probability that the logits as they are give them. A row with a logit that is NaN or infinite
-gets the id -1.
+In: logits float32 [n, columns], of which the first `vocab` are tokens, and the buffers of runtime/sampling/layout.py.
+Out: token ids, and the logarithms of their probabilities according to the unchanged logits. A row with a logit that is
+NaN or infinite gets the id -1.
 
-Two launches. The first is wide: a workgroup reads a part of a row, changes what the row's words ask for, and makes
-the part's largest logit and sums, and for a draw the largest logits of its pieces. In the second each row has a
-workgroup, as large as the arch has them, which puts the parts together and, unless the largest logit is wanted, draws
-(sample_search.py).
+Two launches. In the first, a workgroup reads a part of a row, applies the row's changes, and computes the part's
+largest logit and sums; for a draw also the adjusted logits, and the largest logits of the part's pieces. In the second,
+each row has one workgroup, of the largest size of the arch. It joins the parts, and takes the token with the largest
+logit, or draws a token (sample_search.py).
 """
 
 import functools
@@ -29,18 +29,20 @@ from mlc_amd.schedules.operators.attention import LOG2E
 from mlc_amd.schedules.sampling_machine import LARGEST, LOWEST, SampleArgs, Var, Words, sample_args, when
 from mlc_amd.schedules.tir import Buffer, Expr
 
-# What the first launch hands to the second, of each part: the largest logit, and of the changed ones too, the first
-# token that has it (bits), whether all are finite (bits), and sums: of e**(logit - largest), of the same of the changed
-# ones, of that to the power of 1 / temperature.
+# Indices of the facts about a part that the first launch passes to the second. TOP: largest logit. CHANGED_TOP: largest
+# adjusted logit. TOKEN_BITS: the first token with CHANGED_TOP, int32 bits. BAD_BITS: 1 if a logit is NaN or infinite,
+# int32 bits. SUM: sum of e**(logit - TOP). CHANGED_SUM: sum of e**(adjusted logit - CHANGED_TOP). HEATED_SUM: sum of
+# e**((adjusted logit - CHANGED_TOP) / temperature). FACTS: size of a part's facts, with padding.
 TOP, CHANGED_TOP, TOKEN_BITS, BAD_BITS, SUM, CHANGED_SUM, HEATED_SUM, FACTS = 0, 1, 2, 3, 4, 5, 6, 8
 
 
-# (what was found so far, fact(its number) of a part): what is found with that part
+# join(result for the parts so far, fact): the result with another part, where fact(index) returns a fact of this part
 Join = Callable[[Expr, Callable[[int], Expr]], Expr]
 
 
 class Found(NamedTuple):
-    """What the first launch hands to the second: float32 [m, parts, FACTS] and [m, pieces], their largest logits."""
+    """Buffers between the launches. parts: facts, float32 [m, parts, FACTS]. tops: the largest logits of pieces,
+    float32 [m, pieces]."""
 
     parts: Buffer
     tops: Buffer
@@ -49,7 +51,7 @@ class Found(NamedTuple):
 @builds(Sample)
 def sample(op: Sample, arch: Device, state: Buffer, plan: None) -> None:
     """Kernel (state, Logits float32 [m, columns], sampling, changes, allowed, Sampled int32 [m], LogProbs float32 [m],
-    Adjusted float32 [m, columns]). LogProbs is 0 unless the row asks for it. Adjusted is work space."""
+    Adjusted float32 [m, columns]). LogProbs is 0 unless the row's flags have LOGPROB. Adjusted is workspace."""
     n, waves, most = op.m, arch.threads // arch.wave, arch.most_threads // arch.wave
     parts = -(-op.vocab // (arch.threads * WIDTH * STEPS))
     args = sample_args(op)
@@ -62,7 +64,7 @@ def sample(op: Sample, arch: Device, state: Buffer, plan: None) -> None:
 
 
 def _survey(args: SampleArgs, vocab: int, found: Found, group: Group, part: Expr, row: Expr) -> None:
-    """The facts of one part of a row; Adjusted, if there is to be a draw."""
+    """The first launch: computes the facts of a part of a row; for a draw it also stores Adjusted and tops."""
     arch, threads, tid, words = group.arch, group.threads, group.tid, Words(args.words, row)
     Logits, Adjusted, Parts, Tops, columns = args.logits, args.adjusted, *found, int(args.logits.shape[1])
     flags, first = words.int("flags"), T.Bind(part * (threads * WIDTH * STEPS))
@@ -85,7 +87,7 @@ def _survey(args: SampleArgs, vocab: int, found: Found, group: Group, part: Expr
     token = T.int32(LARGEST)
     for i, start in reversed(list(enumerate(starts))):
         for k in reversed(range(WIDTH)):
-            # the padding after the vocabulary is as low as tokens that must not be chosen, but comes after them
+            # Padding after the vocabulary has the same logit as tokens that must not be chosen, but comes after them.
             token = T.Bind(T.Select(y[i * WIDTH + k] == changed_top, start + k, token))
     token, bad = group.reduce((token, "least"), (bad[0], "most"))
     totals = filled(T.float32(0), 3)
@@ -121,8 +123,8 @@ def _survey(args: SampleArgs, vocab: int, found: Found, group: Group, part: Expr
 def _adjust(
     args: SampleArgs, group: Group, row: Expr, flags: Expr, logits: tuple[Buffer, Buffer], first: Expr, starts: list
 ) -> None:
-    """The second of `logits` becomes the first, after the row's changes and its mask. first: the part's first token,
-    starts: those of this thread's vectors."""
+    """Applies the row's changes and its mask. logits: (input, output), registers of this thread. first: the part's
+    first token. starts: the first tokens of this thread's vectors."""
     (x, y), words, threads, tid = logits, Words(args.words, row), group.threads, group.tid
     changes, allowed = args.changes, args.allowed
     held = T.alloc_buffer((threads * WIDTH * STEPS,), "float32", scope="shared")
@@ -137,7 +139,7 @@ def _adjust(
         change, added = T.Bind(changes[row, entry, 0]), T.Bind(T.reinterpret("float32", changes[row, entry, 1]))
         place = T.Bind((change & T.int32(TOKEN)) - first)
         with T.If((index < words.int("changes")) & (place >= 0) & (place < threads * WIDTH * STEPS)), T.Then():
-            # in one statement, between whose load and store TVM wants no barrier
+            # Load and store are in one statement; otherwise TVM would require a barrier between them.
             changed = held[place] * T.Select(held[place] > T.float32(0), inverse, penalty)
             put(held, T.Select((change & T.int32(RECENT)) > 0, changed, held[place]) + added, place)
         barrier()
@@ -151,18 +153,18 @@ def _adjust(
 
 
 def _power(x: Expr) -> Expr:
-    """2**x, x <= 0; 0 for those far below."""
+    """2**x for x <= 0; about 0 for x < -200."""
     return exp2(maximum(x, T.float32(-200)))
 
 
 def _choose(args: SampleArgs, vocab: int, found: Found, group: Group, row: Expr) -> None:
-    """The token of a row, of what the first launch found."""
+    """The second launch: chooses the token of a row."""
     Parts, words, threads, tid = found.parts, Words(args.words, row), group.threads, group.tid
     parts = int(Parts.shape[1])
     flags = words.int("flags")
 
     def over_parts(start: Expr, join: Join) -> Expr:
-        """Each thread's `join` of its parts; of places without a part nothing changes."""
+        """Joins the parts of each thread by `join`, beginning with `start`."""
         total = filled(start)
         with T.serial(-(-parts // threads)) as step:
             part = T.Bind(step * threads + tid)

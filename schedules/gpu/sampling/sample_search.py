@@ -1,5 +1,5 @@
-"""A workgroup's search for the token of a row (schedules/sampling.py): how it goes through the row and the list, and
-draws from whole rows.
+"""The draw of a token (schedules/sampling.py) by a workgroup: `Workgroup`, the Machine for GPUs, and `RowDraw`, the
+draw from whole rows.
 """
 
 import functools
@@ -27,15 +27,17 @@ from mlc_amd.schedules.sampling_machine import (
 )
 from mlc_amd.schedules.tir import Buffer, Expr
 
-WIDTH = 4  # logits that a thread loads at once
+WIDTH = 4  # logits in a load of a thread
 STEPS = 2  # loads of a thread in the first launch
-BATCH, SMALL_BATCH = 8, 2  # loads in flight where a row is searched; less code for devices of unknown registers
-LIST = 2048  # tokens that the second launch keeps; half as many where workgroups have 16 KiB
-SHORT = 256  # tokens of lists in which each is compared with all others
+# Loads that a thread issues together when it searches a row. SMALL_BATCH, for archs with an unknown number of
+# registers, is also less code.
+BATCH, SMALL_BATCH = 8, 2
+LIST = 2048  # `Machine.size`; half as much for archs with less than 32 KiB of LDS
+SHORT = 256  # `Machine.small`
 
 
 def team_of(arch: Device) -> int:
-    """How many threads read a piece; a power of two."""
+    """The number of threads of a team, which reads a piece; a power of two."""
     return max(arch.wave, 32)
 
 
@@ -44,13 +46,13 @@ def batch_of(arch: Device) -> int:
 
 
 class TopOfPieces(Pieces):
-    """The largest logits of pieces of a row, which the first launch leaves: of what a team of its threads reads there,
-    STEPS vectors each."""
+    """The largest logits of pieces of a row, which the first launch stores. A piece is what a team of threads reads in
+    the first launch, STEPS vectors for each thread."""
 
     def __init__(self, arch: Device, tops: Buffer, row: Expr):
         self.tops, self.row, self.count = tops, row, int(tops.shape[1])
         self.team, self.threads = team_of(arch), arch.threads
-        self.chosen = T.alloc_buffer((1,), "int32", scope="shared")  # how many are
+        self.chosen = T.alloc_buffer((1,), "int32", scope="shared")  # the number of selected pieces
 
     def top(self, piece: Expr) -> Expr:
         return T.Bind(self.tops[self.row, piece])
@@ -59,7 +61,7 @@ class TopOfPieces(Pieces):
         put(self.chosen, T.int32(0), 0)
 
     def columns(self, piece: Expr, thread: Expr) -> list[Expr]:
-        """The columns of the vectors of a piece that a thread of a team has."""
+        """The first columns of the vectors of a piece that belong to a thread of a team."""
         teams = T.int32(self.threads // self.team)
         part, team = T.truncdiv(piece, teams), T.truncmod(piece, teams)
         first = T.Bind((part * (self.threads * STEPS) + team * self.team + thread) * WIDTH)
@@ -67,7 +69,7 @@ class TopOfPieces(Pieces):
 
 
 class Workgroup(Machine):
-    """Searches a row of Adjusted."""
+    """The Machine for a row of Adjusted: a workgroup."""
 
     pieces: TopOfPieces
 
@@ -101,7 +103,7 @@ class Workgroup(Machine):
         return self.group.scan(amount)
 
     def load(self, column: Expr) -> Expr:
-        """The logits of a vector; what is after the row's end is anything."""
+        """Loads WIDTH logits, from `column` on. After the end of the row they have any values."""
         return T.Bind(self.adjusted[self.row, at(T.Bind(T.min(column, T.int32(self.columns - WIDTH))), WIDTH)])
 
     def each_token(
@@ -122,8 +124,8 @@ class Workgroup(Machine):
         return [T.Bind(lane_of(values, k)) for k in range(WIDTH)]
 
     def _each_above(self, visit: Visit, floor: Expr, enough: Callable[[], Expr], chosen: Buffer) -> None:
-        """`each_token` of the pieces with a logit from `floor` on, whose numbers go to `chosen`. Each team takes
-        some."""
+        """`each_token` with `floor`: selects the pieces whose largest logit is at least `floor`, and stores their
+        numbers to `chosen`. The teams divide the selected pieces."""
         pieces = self.pieces
         for i in range(-(-pieces.count // self.threads)):
             piece = T.Bind(i * self.threads + self.tid)
@@ -144,7 +146,7 @@ class Workgroup(Machine):
             for index, column, values in loaded:
                 lanes = self.lanes(values)
                 counts = T.Bind((index < count) & (functools.reduce(maximum, lanes) >= floor))
-                with T.If(counts), T.Then(), T.serial(WIDTH) as k:  # a loop: few vectors get here
+                with T.If(counts), T.Then(), T.serial(WIDTH) as k:  # not unrolled, as few vectors get here
                     value = lanes[0]
                     for i, lane in enumerate(lanes[1:]):
                         value = T.Select(k > i, lane, value)
@@ -152,16 +154,16 @@ class Workgroup(Machine):
 
 
 class RowDraw(Draw):
-    """Where there is no list, the masses of a whole row are added up by blocks of as many tokens as the histogram has
-    elements. The draw finds its block there, and looks at no others."""
+    """A Draw which, without a list, adds up the masses of the row by blocks of BINS tokens, and stores the sums in the
+    histogram. The draw finds its block there, and then only reads the tokens of this block."""
 
     m: Workgroup
 
     def _add_up_row(self, mine: Var) -> None:
-        """Makes the histogram of the row's blocks, the last one first. Each wave takes some."""
+        """Also stores the sums of blocks to the histogram, the last block first. The waves divide the blocks."""
         m, group = self.m, self.m.group
         masses_of = self._masses()
-        vectors, blocks = BINS // (m.arch.wave * WIDTH), -(-self.vocab // BINS)  # of a lane, of a block; of the row
+        vectors, blocks = BINS // (m.arch.wave * WIDTH), -(-self.vocab // BINS)  # vectors of a lane in a block; blocks
         batch = min(vectors, batch_of(m.arch))
         self.hist.clear()
         with T.serial(-(-blocks // group.waves)) as step:
@@ -181,7 +183,7 @@ class RowDraw(Draw):
                 put(self.hist.bins, sum_, T.int32(BINS - 1) - block)
 
     def _masses(self) -> Callable[[Expr, list[Expr]], list[Expr]]:
-        """A function(column, logits of a vector): their masses, 0 for tokens that are not left."""
+        """A function f(column, logits of a vector) that returns their masses, 0 for tokens that are not left."""
         bound = T.Bind(value_of(T.Bind(T.max(self.threshold.get(), T.int32(LOWEST_KEY)))))
         last = self.last.get()
 
@@ -195,7 +197,7 @@ class RowDraw(Draw):
         return self._mass(value)
 
     def _draw_row(self) -> None:
-        """Finds the draw's block, and the token there."""
+        """Finds the block of the drawn token, then the token in this block."""
         m, masses_of = self.m, self._masses()
         first = m.cell(T.int32(0))
 
