@@ -2,8 +2,8 @@
 move elements (broadcast, slices, concatenation, casts), and reductions.
 
 In: a PrimFunc of blocks with static extents, as TVM's legalization and fusion produce it. Out: the PrimFunc with its
-loops scheduled for an arch. Small blocks are inlined into their users. Each remaining block becomes a loop nest, with
-scratch buffers between the nests: on a CPU it is parallel over rows, on a GPU it is a launch.
+loops scheduled for an arch. Elementwise blocks are inlined into their users where possible. Each remaining block
+becomes a loop nest, with scratch buffers between the nests: on a CPU it is parallel over rows, on a GPU it is a launch.
 
 On a GPU each thread computes one element, or several if there are more elements than threads in a grid. A long
 reduction with few results becomes two launches: the first computes LANES partial results for each result, the second

@@ -1,4 +1,4 @@
-"""The kernel of `CausalAttention` on the CPU. It consists of code for single rows, each of a sequence of its own
+"""The kernel of `CausalAttention` on the CPU. It consists of code for single rows, which may be of any sequences
 (attention_decode.py), of code for a chunk of rows of one sequence (attention_prefill.py), or of both.
 
 In: queries, rotated and scaled, and the cache, both as kv_write.py writes them. Out: the outputs of all heads, float32
@@ -37,8 +37,8 @@ def attention(op: CausalAttention, arch: Arch, name: str, plan: Plan | None = No
 
     single: the largest number of single rows, which are the first state[0] rows; the rows after them are a chunk. With
     single = 0 all rows are a chunk, with single = m all are single rows. No output is computed for rows that are not
-    live, or whose position is not in the cache (for m = 1 the position is clamped instead). Raises UserError for shapes
-    that `cache_types` refuses, and for int8 blocks if heads are not whole blocks.
+    live, or whose position is not in the cache (the position of a single row is clamped instead). Raises UserError
+    for shapes that `cache_types` refuses, and for int8 blocks if heads are not whole blocks.
     """
     spec, m, single, isa, quantized = op.layer, op.m, op.single, arch.isa, bool(op.layout)
     if quantized and spec.value_d % QUANT:

@@ -1,4 +1,5 @@
-"""Attention of single rows, each the newest token of its sequence, on CPUs: split-KV attention ("flash decoding").
+"""Attention of single rows on CPUs: split-KV attention ("flash decoding"). A single row is the newest token of a
+sequence, or a guess after it.
 
 The query heads of a KV head share each key and value that is loaded. In latent attention all query heads share the one
 KV head; they are divided into parts. Keys are processed in spans of 256. Each span produces (top, total, unscaled

@@ -18,7 +18,7 @@ MatrixProduct = Linear | HeadLinear | GateUp | ExpertGateUp | ExpertLinear
 # apart, their elements compete for the 8 ways of a set of the L1 cache.
 FLOAT_TOKENS = 8
 UNROLLED = 4  # the sums of up to so many rows are in registers, even if those of more rows are in memory
-LARGE = 512 << 10  # bytes of weights above which a decode kernel prefetches further ahead
+LARGE = 512 << 10  # bytes of weights from which on a decode kernel prefetches further ahead
 
 
 @dataclass(frozen=True)

@@ -169,8 +169,8 @@ def ssm_scan(op: SsmScan, arch: Arch, name: str, plan: None = None) -> tirx.Prim
 
 @registry.builds(ChannelDecay)
 def channel_decay(op: ChannelDecay, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X, A, Dt, Y, see `decay_args`). A task is a head. It uses exp and log of the C library,
-    which are the most precise, because errors of decays accumulate in states."""
+    """Kernel (state int32[4], X, A, Dt, Y, see `decay_args`). A task is a head. exp and log are those of
+    compiler/codegen/functions.py."""
     with kernel(name) as (builder, state):
         X, A, Dt, Y = decay_args(op)
         live = live_rows(state, op.m)

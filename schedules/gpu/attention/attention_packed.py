@@ -2,8 +2,9 @@
 (`attention_packed_matrix.py`); otherwise this module computes an online softmax over tiles of keys in shared memory.
 
 A workgroup has one head and some consecutive rows. Neighbouring lanes share a row; each has some of the head's columns.
-The running maximum is rounded to a whole number, so that earlier sums are rescaled by powers of two, which is exact.
-Therefore a row's result does not depend on how its keys are divided into tiles, nor on rows of other segments.
+The running maximum is rounded to a whole number, so that earlier sums are rescaled by powers of two, which is exact. A
+weight is 2**(score - rounded score), which does not depend on the maximum, times a power of two. Therefore a row's
+result does not depend on how its keys are divided into tiles, nor on rows of other segments.
 """
 
 import math

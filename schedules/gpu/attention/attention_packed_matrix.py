@@ -20,7 +20,7 @@ from mlc_amd.schedules.operators.packed import PackedAttention
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 THREADS = 128
-FEW = 64  # up to so many rows, the additional launch takes longer than matrix units save
+FEW = 64  # with fewer rows, the additional launch takes longer than matrix units save
 
 
 def suits(op: PackedAttention, arch: Device) -> bool:

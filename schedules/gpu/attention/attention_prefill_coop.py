@@ -11,10 +11,9 @@ elements, or combines two fragments of the same type element by element. Operati
                                 attend to, are also loaded like this, for masks
     sum of a row's weights      the product with a matrix of ones, so that weights are rounded as in the other product
     maximum of a row            the maximum over the fragment's columns, each broadcast. This is slow, but rarely
-    needed:
-                                weights are 2**(score - top), for any `top` with which they fit into float16. Only when
-                                a weight would exceed 2**LIMIT, `top` is renewed such that the largest weight becomes
-                                2**START, and the outputs are rescaled.
+                                needed: weights are 2**(score - top), for any `top` with which they fit into
+                                float16. Only when a weight would exceed 2**LIMIT, `top` is renewed such that the
+                                largest weight becomes 2**START, and the outputs are rescaled.
 """
 
 from collections.abc import Iterator, Sequence
@@ -148,7 +147,7 @@ class Wave:
                     self.scores.set(i, e, soft_cap(self.attention, self.scores.get(i, e)))
 
     def mask(self, key0: Expr) -> None:
-        """Sets the scores of keys that a row does not attend to to LOWEST."""
+        """Sets the scores of masked keys to LOWEST."""
         key0 = T.Bind(key0 + self.part * self.tile.own_keys)
         with T.If(tirx.Not(self.all_see.covers(key0, self.tile.own_keys))), T.Then():
             self.other.load(0, self.numbers[0], 0, "row_major")  # the number of the column

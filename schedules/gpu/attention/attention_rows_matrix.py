@@ -98,8 +98,8 @@ class MatrixRows:
         return {"key": 2 * self.batch, "value": 2 * self.batch}
 
     def _hidden(self, x: Expr) -> Expr:
-        """A scalar in a register whose value is hidden from TVM. Otherwise TVM would substitute its computation into
-        each address, and simplify each of them differently."""
+        """A scalar in a register. For rocm its value is hidden from TVM, which would otherwise substitute its
+        computation into each address, and simplify that."""
         return opaque(x) if self.arch.api == "rocm" else T.Bind(x)
 
     # ---- operands

@@ -15,8 +15,8 @@ from mlc_amd.schedules.operators.attention import PAGE, Attention
 STEP = PAGE  # upper limit of the keys of a block; the running maximum is renewed once for each block
 # 16-byte loads in flight per lane. Fewer loads make less code.
 LOADS, FEWER_LOADS = 8, 4
-# The same for rocm: MANY_LOADS for up to FEW_ROWS rows; LATENT_LOADS for latent attention, whose outputs need the most
-# registers.
+# The same for rocm: MANY_LOADS for up to FEW_ROWS rows; LATENT_LOADS for more rows, and for latent attention, whose
+# outputs need the most registers.
 MANY_LOADS, FEW_ROWS, LATENT_LOADS = 32, 8, 8
 SPLITS = 32  # upper limit of the splits whose weights are in shared memory
 

@@ -48,9 +48,9 @@ from mlc_amd.schedules.tir import Buffer, Expr
 class DecodePlan:
     threads: int = 128  # upper limit of the threads of a workgroup
     fill: int = 2  # workgroups per compute unit into which a long context is split
-    step: int = STEP  # keys between two renewals of the maximum; always STEP for rocm
+    step: int = STEP  # keys between two renewals of the maximum; always STEP for rocm without matrix units
     batch: int = 8  # splits whose results are loaded at the same time
-    # query heads of a workgroup; if more share a KV head, several workgroups read its keys
+    # the least number of query heads of a workgroup; if more share a KV head, several workgroups may read its keys
     rows: int = MAX_GROUP
     loads: int = LOADS  # see attention_rows_size.KeyLoads, also for `ahead`; ignored for rocm
     ahead: int = 0

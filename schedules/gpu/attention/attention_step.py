@@ -118,7 +118,9 @@ def join(
 
 # ---- parameters and rows
 
-MAX_SPLITS, SEVERAL = 32, 8  # a row may have MAX_SPLITS splits in steps of up to SEVERAL rows, else at least SEVERAL
+# A row may have up to MAX_SPLITS splits in steps of up to SEVERAL rows. With more rows the limit is lower, but at least
+# SEVERAL.
+MAX_SPLITS, SEVERAL = 32, 8
 MAX_PARTS = SEVERAL * max(SLOTS, MAX_SPLITS)  # rows times splits for which there is memory
 
 
@@ -169,7 +171,7 @@ class Step(NamedTuple):
         return T.Bind(T.min(live, T.int32(self.op.single)))
 
     def token_and_head(self, row: Expr) -> tuple[Expr, Expr]:
-        """(token, head) of a row, where rows are numbered by tokens and heads of a group."""
+        """(token, head) of a row, where rows are numbered token * heads + head."""
         heads = T.int32(self.layer.heads)
         return T.Bind(T.truncdiv(row, heads)), T.Bind(T.truncmod(row, heads))
 

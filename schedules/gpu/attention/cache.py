@@ -3,14 +3,14 @@ attends to ("sees"). No other module depends on the layout.
 
     Kc float16 [pages, kv_heads, PAGE/32, width/8, 32, 8]   a unit is 8 elements of a key: 32 lanes with a key each read
                                                             512 consecutive bytes
-    Vc float16 [pages, kv_heads, PAGE/8, width, 8]          a unit is a column of 8 consecutive keys' values: lanes with
-    a
-                                                            column each read consecutive bytes
+    Vc float16 [pages, kv_heads, PAGE/8, width, 8]          a unit is a column of 8 consecutive keys' values: lanes
+                                                            with a column each read consecutive bytes
 
 A unit is 16 bytes, and is exactly a lane's part of an operand of a matrix instruction. width is d rounded up to a size
 that matrix instructions take (`Attention.width`). The padding is never written, and only matrix instructions read it.
 Both tensors must be zeroed when they are allocated: attention multiplies padding, and values after the last key, by 0.
-Kernels are declared for ctx/PAGE pages, but the tensors may have any number of pages, up to 2**31 elements.
+Kernels are declared for ctx/PAGE pages, but the tensors may have any number of pages with fewer than 2**31
+elements.
 
 Latent attention has only Kc: values are the first columns of the keys.
 

@@ -187,7 +187,7 @@ class Meeting:
 def rope_kv_write(op: RopeKvWrite, arch: Device, state: Buffer, plan: WavesPlan | None) -> None:
     """Kernel (state, rows, pages, parameters of `rope_args`, the cache (`cache.py`), Qo float16 [m, heads, width],
     whose padding is set to 0). Without rope.writes there are no pages and no cache. Nothing is written for rows that
-    are not live, or whose position is ctx or more. Raises UserError for shapes that `cache_types` or `rope_args`
+    are not live, or whose position is not in the cache. Raises UserError for shapes that `cache_types` or `rope_args`
     refuses."""
     attention, m, rope = op.layer, op.m, op.rope
     heads, kv_heads, d = attention.heads, attention.kv_heads, attention.d
@@ -249,8 +249,8 @@ def plans(op: RopeKvWrite, arch: Device, plan: WavesPlan) -> Kernel:
 @builds(LatentKvWrite)
 def latent_kv_write(op: LatentKvWrite, arch: Device, state: Buffer, plan: WavesPlan | None) -> None:
     """Kernel (state, rows, pages, parameters of `latent_args`, Kc, Qo) for latent attention; for rows and Qo see
-    `rope_kv_write`. Raises UserError for shapes that `cache_types` refuses, ValueError unless the key has columns
-    besides the values, of which all or none rotate."""
+    `rope_kv_write`. Raises UserError for shapes that `cache_types` refuses, ValueError without a norm,
+    or unless all or none of the key's columns after its values rotate."""
     attention, m, rope = op.layer, op.m, op.rope
     heads, values, width = attention.heads, attention.values, attention.width
     shared = attention.d - values

@@ -34,11 +34,9 @@ class Outbox:
     For target rocm there are three ways:
 
     - GPUs with one L2 and an instruction that waits for stores (`Family.wait_stores`): plain stores, as L1 writes
-    through,
-      and this instruction.
+      through, and this instruction.
     - other GPUs with one L2: plain stores. LLVM waits for stores only after a volatile one, so `publish` stores the
-    first
-      word of the first vector once more, as a volatile store.
+      first word of the first vector once more, as a volatile store.
     - GPUs whose L2s are not coherent: all stores are volatile. They bypass the L2, and each is waited for.
     """
 

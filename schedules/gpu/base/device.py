@@ -199,7 +199,7 @@ def shuffle(arch: Device, x: Expr, lane: Expr) -> Expr:
 
 def shuffle_xor(arch: Device, x: Expr, mask: int) -> Expr:
     """The word x of lane number (own number ^ mask). mask: 1 .. wave-1. Masks of DPP, and 16 on RDNA, do not use the
-    LDS unit. Raises ValueError for other masks."""
+    LDS unit. Raises ValueError for masks outside of 1 .. wave-1."""
     if not 0 < mask < arch.wave:
         raise ValueError(f"no lane of a wave of {arch.wave} has a partner at distance {mask}")
     if arch.api == "vulkan":

@@ -2,14 +2,13 @@
 There are two ways to use them.
 
 1. `Fragments`: cooperative matrices (KHR_cooperative_matrix of Vulkan). Their elements are distributed over the lanes
-of a
-   wave in an implementation-defined way. So kernels can only apply the same operation to all elements, or combine
+   of a wave in an implementation-defined way. So kernels can only apply the same operation to all elements, or combine
    corresponding elements of several fragments of one kind, which have the same distribution.
 
 2. `MatrixUnit`: a unit for which kernels know which lane holds which element, so that lanes load their elements
-directly.
-   For AMD's units (WMMA of gfx11 and gfx12, MFMA of gfx9) the layouts are those of AMD's ISA manuals. For NVIDIA's unit
-   they are what its Vulkan driver does. On Vulkan the runtime checks the layout (runtime/matrix_lanes.py).
+   directly. For AMD's units (WMMA of gfx11 and gfx12, MFMA of gfx9) the layouts are those of AMD's ISA manuals. For
+   NVIDIA's unit they are what its Vulkan driver does. On Vulkan the runtime checks the layout
+   (runtime/matrix_lanes.py).
 
    Several lanes share a row of A (on NVIDIA's unit two rows) and a column of B. Along k, each of these lanes takes
    eight consecutive elements, 16 bytes; on gfx11, where both half-waves hold the whole operand, 16 elements. If an
@@ -256,8 +255,8 @@ class Matrices:
         self.fragments["sum"].clear()
 
     def each(self, kind: str, i: int, runs: Sequence[Run]) -> Iterator[int]:
-        """`operands` as an iterator, which sets each operand when it is yielded. Operands of the kind "a" share one
-        fragment, so each must be multiplied before the next one is taken."""
+        """`operands` as an iterator, which sets each operand when it is yielded. Operands of the kind "a" with the same
+        number i share one fragment, so each must be multiplied before the next one is taken."""
         size = RUN // self.unit.steps
         for step in range(self.unit.steps):
             place = i if kind == "a" else i * self.unit.steps + step

@@ -120,8 +120,9 @@ def decode(fmt: str | Format, bufs: Planes, n: Expr, k: Expr) -> Expr:
 @builds(Embed)
 def embed(op: Embed, arch: Device, state: Buffer, plan: ThreadsPlan | None) -> None:
     """Kernel (state, tokens int32 [m], [features [m, op.features]], planes of the [vocab, k] table, X float32 [m, k]):
-    for live rows i, X[i] = table[tokens[i]] * scale; or features[i] if op.features and tokens[i] is negative. Tokens
-    outside the vocabulary read its first or last row. Raises UserError if the format does not allow k."""
+    for live rows i, X[i] = table[tokens[i]] * scale; or the first k columns of features[i] if op.features and tokens[i]
+    is negative. Tokens outside the vocabulary read its first or last row. Raises UserError if the format does not
+    allow k."""
     k, m, threads = op.k, op.m, threads_of(arch, plan)
     tokens = T.arg("tokens", T.buffer((m,), "int32"))
     features = T.arg("features", T.buffer((m, op.features), op.of)) if op.features else None

@@ -184,7 +184,7 @@ def quantize_block(arch: Device, x: list[Expr]) -> tuple[list[Expr], list[Expr]]
 def quantize(op: Quantize, arch: Device, state: Buffer, plan: ThreadsPlan | None) -> None:
     """Kernel (state int32[4], X float32 [m, k], then A and S, or H, or Y float32 [m, k] for layout ""): converts the
     rows of live tokens to the layout, with op.rotation after multiplication by Hadamard matrices. Raises UserError
-    unless k is a multiple of 32, ValueError if there is nothing to convert."""
+    for a layout other than "" unless k is a multiple of 32, ValueError if there is nothing to convert."""
     k, m, layout = op.k, op.m, op.layout
     if not (layout or op.rotation) or kind_of(layout) not in NAMES:
         raise ValueError(f"nothing to convert to the layout {layout!r}")

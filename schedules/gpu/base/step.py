@@ -1,11 +1,11 @@
 """The common part of all kernels of a step: their declaration and registration, simple plans, and the parameter
 `state`, which describes the rows of a step.
 
-A step computes up to m rows of activations. `state` int32[4] = {single, live, 0, 0} is the first parameter of every
-kernel. Kernels read it at run time, so that the same recorded launches serve every step. Rows 0 .. live-1 are live:
-they hold tokens. Of these, rows 0 .. single-1 are single rows: each is the newest token of a different sequence. Rows
-single .. live-1 are a chunk: consecutive tokens of one sequence. The positions and sequences of rows are described in
-attention/cache.py.
+A step computes up to m rows of activations. `state` int32[4] = {single, live, image, 0} is the first parameter of
+every kernel. Kernels read it at run time, so that the same recorded launches serve every step. Rows 0 .. live-1 are
+live: they hold tokens. Of these, rows 0 .. single-1 are single rows: each is the newest token of a sequence, or a guess
+after it. Rows single .. live-1 are a chunk: consecutive tokens of one sequence, of which the first `image` are rows of
+an image. The positions and sequences of rows are described in attention/cache.py.
 
 A norm may select rows (`norm.py`). For the kernels after it, `state` is {n, n, 0, 0}, where n is the number of these
 rows.

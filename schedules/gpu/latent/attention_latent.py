@@ -33,9 +33,10 @@ def rows_of(step: Step) -> int:
 
 
 class Tiles(NamedTuple):
-    """The tiles of a chunk. whole: number of tiles that have one workgroup each, a multiple of what the compute units
-    run at the same time. rest: number of the other tiles, the first of the chunk. Each of them has up to `splits`
-    workgroups, among which its keys are divided, with at least `least` blocks of keys for each."""
+    """The tiles of a chunk. whole: number of tiles that have one workgroup each; if there are other tiles, this is
+    a multiple of what the compute units run at the same time. rest: number of the other tiles, the first of the chunk.
+    Each of them has up to `splits` workgroups, among which its keys are divided, with at least `least` blocks of keys
+    for each."""
 
     whole: int
     rest: int

@@ -1,4 +1,4 @@
-"""Latent attention of single rows, 1 to SLOTS tokens of different sequences, on cooperative matrices: split-KV
+"""Latent attention of single rows, 1 to SLOTS tokens of any sequences, on cooperative matrices: split-KV
 attention ("flash decoding") in two launches.
 
 A workgroup computes a tile of a token's heads for a split of its keys (attention_latent_wave.py), and stores its

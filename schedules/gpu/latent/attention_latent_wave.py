@@ -8,8 +8,8 @@ has a tile of consecutive rows. Each block of keys is stored to LDS once, as row
     weights  the lanes that share a row add the partial scores, mask them, and store weights, an operand of the next
              product
     values   a wave multiplies the weights of all rows by some of the columns of values, which no other wave has
-Weights are 2**(score - top), as in attention_prefill_coop.py: if a weight would exceed 2**LIMIT, `top` is set to the
-new maximum, and the outputs are rescaled.
+Weights are 2**(score - top), as in attention_prefill_coop.py: if a weight would exceed 2**LIMIT, `top` is renewed
+such that the largest weight becomes 2**START, and the outputs are rescaled.
 
 Splits of keys are joined by another launch (`join`), because the results of many splits are too much for one workgroup
 to load. A part is the result of a workgroup for its tile, float32: the outputs of its rows [rows, value_d], then (top,

@@ -175,8 +175,8 @@ class _Epilogue:
 def _store_staged(
     gemm: Gemm, results: Buffer, out: list[Buffer], token0: Expr, row0: Expr, f: int, thread: Expr
 ) -> None:
-    """Stores a tile in the layout "rows" if a wave has fewer than 32 lanes: all threads store their results to shared
-    memory, from where eight lanes take a block."""
+    """Stores a tile in the layout "rows" if a wave has fewer than 32 lanes, or if lanes cannot exchange values: all
+    threads store their results to shared memory, from where eight lanes take a block."""
     quads = gemm.tile.rows // WIDTH
     barrier()
     for i in each(gemm.arch, gemm.tile.tokens * quads // gemm.threads):

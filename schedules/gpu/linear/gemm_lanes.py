@@ -125,9 +125,8 @@ class LaneGemm(LaneResults):
         self, work: TileWork, tokens: list[Expr], steps: Expr, fetch: Callable[[Expr], tuple[Unit, list]], block: Expr
     ) -> None:
         """The loop over columns for `ahead` = 2. fetch(step): (unit, weights) of a step. The loop's body has two steps
-        if
-        possible: then registers that one step loads for the next one need not be copied, which would wait for the
-        load."""
+        if possible: then registers that one step loads for the next one need not be copied, which would wait for
+        the load."""
         (X,) = work.acts
         (start, _), first = fetch(T.int32(0))
         weights, runs = Held(first), Held(self._load_run(X, tokens, start, 0))

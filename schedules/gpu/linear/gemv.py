@@ -6,8 +6,8 @@ formats.
 
 A group of `lanes` lanes of a wave processes the units (`load.py`) of a row, interleaved, so that a load instruction
 reads contiguous memory. At the end lane shuffles reduce the sums. A group works on several rows at the same time, which
-share the registers of activations. LDS is used only for blocks of 32 results that are quantized (those of
-`gate_up_swiglu`, and of a linear that prepares a norm) or exchanged with other GPUs.
+share the registers of activations. LDS is used only for norms, and for blocks of 32 results that are
+quantized (those of `gate_up_swiglu`, and of a linear that prepares a norm) or exchanged with other GPUs.
 
 GEMVs are bound by memory: enough 128-bit loads must be in flight. This also holds for a few tokens: weights are loaded
 and decoded once, and multiplied with the activations of each token, which are in caches. All m tokens are computed,

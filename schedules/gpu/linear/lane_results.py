@@ -20,7 +20,7 @@ from mlc_amd.schedules.tir import Expr
 ROWS = 16  # rows of a matrix
 SHAPE = ROWS, TOKENS, 16  # shape of the matrices: rows x tokens x columns
 WAVE = 32
-GROUP = 4  # blocks of columns of a unit of activations: the number of lanes that share a matrix' row
+GROUP = 4  # blocks of columns of a unit of activations: the number of lanes that share a row of a matrix
 UNIT = unit_size(GROUP)
 QUAD = 4  # float32 values of a unit of 16 bytes: rows of a token that a lane stores at a time
 PAD = 1  # units added to a token's rows in shared memory

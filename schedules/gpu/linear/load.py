@@ -6,8 +6,8 @@ so that a kernel can have many loads in flight:
 
     views      the planes' buffers as rows of words; to be called first
     fetch      loads a unit (layout "rows": `planes.py`)
-    codes      decodes a block of a loaded unit to eight words of four signed bytes, one for each column; or a part of
-    it
+    codes      decodes a block of a loaded unit to eight words of four signed bytes, one for each column; or a
+               part of it
     scales     decodes the float32 factors of a block of a loaded unit
 
 For formats with a table, `values` converts codes to the entries of the table, without memory. For rocm it uses byte
@@ -73,8 +73,8 @@ class Scales(NamedTuple):
 
 
 def blocks(*fmts: Format) -> int:
-    """The number of blocks of a unit that all these int8 formats share: two if scales are of 256 columns (lanes share
-    them), otherwise one."""
+    """The number of blocks of a unit that all these int8 formats share: two if all of them have GGUF blocks
+    of 64 or more columns, otherwise one."""
     return 2 if all(fmt.block % (2 * BLOCK) == 0 for fmt in fmts) else 1
 
 

@@ -35,8 +35,7 @@ LANES_ROWS = 64
 def place(before: Linear | AllReduce | None, readers: tuple[Linear | GateUp, ...], arch: Device) -> NormPlace:
     """The place that takes the least time on an arch, among those for which there are kernels. before: the layer or
     exchange that computes the norm's input, or None for other operators. readers: the layers that read the norm. The
-    estimates, in
-    microseconds:
+    estimates, in microseconds:
 
         launch    launch_us: the time of a launch that depends on the launch before it
         computed  sum over readers of workgroups * k * 8 bytes / (CACHE * bandwidth): each reads x and g in float32

@@ -30,8 +30,8 @@ THREADS = 128  # largest number of threads of a workgroup of `channel_decay`
 
 @builds(DeltaNet)
 def delta_net(op: DeltaNet, arch: Device, state: Buffer, plan: ScanPlan | None) -> None:
-    """Kernel (state int32[4], the parameters of `delta_args`). It uses blocks of rows if `scan_blocks.suits` the step,
-    otherwise it processes row by row."""
+    """Kernel (state int32[4], the parameters of `delta_args`). It uses blocks of rows if `scan_blocks.suits` the step
+    and decays are not op.by_channel, otherwise it processes row by row."""
     if not op.by_channel and scan_blocks.suits(op, op.d, op.d, arch):
         _delta_blocks(op, arch, state, plan)
     else:
