@@ -68,8 +68,8 @@ def each_layer(keys: Keys, count: int = 0) -> list[Keys]:
 
 class Predicting(NamedTuple):
     """The layers for multi-token prediction, which come last. count: number of the other layers. predictor:
-    configuration of the first prediction layer, if the file has its tensors. unused: tensors of further prediction
-    layers."""
+    configuration of the first prediction layer, None if it is not used. unused: tensors of the prediction layers that
+    are not used."""
 
     keys: Keys
     count: int

@@ -242,8 +242,8 @@ class Database(Closing):
         return self.entry(workload).records[plan_text(plan)]
 
     def add(self, workload: Operator, record: Record) -> Record:
-        """Stores a measurement; it replaces one of the same plan. When this returns, it is on disk. Returns the stored
-        record: for an invalid measurement, a record of a failure."""
+        """Stores a measurement; it replaces one of the same plan. When this returns, it is in the file. Returns the
+        stored record: for an invalid measurement, a record of a failure."""
         if why := lines.fault(self._about(workload) | asdict(record)):
             record = Record(None, f"its measurement makes no sense: {why}", runner=record.runner, plan=record.plan)
         self._append(workload, asdict(record))

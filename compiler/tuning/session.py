@@ -74,7 +74,7 @@ class TuningSession:
 
     def round(self, count: int) -> list[tuple[Task, Any]]:
         """`count` (task, plan) to measure without feedback between them: plans that must come before others, then plans
-        of all tasks in proportion to their expected saving. Fewer if there are no more."""
+        of all tasks, more for a larger expected saving. Fewer if there are no more."""
         chosen = self._new(count)
         # With the square root, small tasks get some plans too. Tasks without measurements count by the bytes they move.
         worth = {task: math.sqrt(self.saving(task) or task.weight * task.bytes * 1e-15) for task in self.tasks}

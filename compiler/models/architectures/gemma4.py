@@ -140,7 +140,7 @@ def decoder(g):
 
 
 def dense_and_experts(g, x, i: int, layer: LayerConfig, experts: ExpertsConfig):
-    """The terms of the dense block and of the experts. Both read x, each within its own norms."""
+    """The sum of the dense block's result and the experts'. Both read x, each within its own norms."""
     block, f = f"blk.{i}.", layer.feed_forward
     assert f, "a layer with a feed-forward block"
     y = dense(g, g.norm(x, f"{block}{layer.feed_forward_norms.before}"), block + "ffn_{}", f.act)
@@ -152,7 +152,8 @@ def dense_and_experts(g, x, i: int, layer: LayerConfig, experts: ExpertsConfig):
 
 
 def layer_inputs(g, x):
-    """The input of each layer besides x, float32 [m, layers * size]: it is made of a token by two projections."""
+    """The input of each layer besides x, float32 [m, layers * size]: from an embedding of the token for each layer, and
+    a projection of x."""
     c = g.config
     size, count = c.layer_embedding, len(c.decoder_layers)
     y = g.scaled(g.linear(x, "per_layer_model_proj.weight"), 1 / sqrt(c.hidden))

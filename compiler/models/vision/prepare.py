@@ -96,8 +96,8 @@ def _vector(tensors: Tensors, name: str) -> None:
 
 
 def _whole_blocks(tensors: Tensors) -> None:
-    """Adds columns of zeros to matrices without whole blocks of columns, and as many rows of zeros to the matrices
-    before them."""
+    """Adds columns of zeros to matrices without whole blocks of columns. For ffn_down, adds as many rows of zeros to
+    the matrices before it and to their biases."""
     for name, tensor in list(tensors.items()):
         columns = tensor.shape[-1]
         if len(tensor.shape) == 2 and (more := -columns % BLOCK):
