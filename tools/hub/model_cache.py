@@ -86,8 +86,8 @@ class Recipe(CompileOptions):
 
 
 def find(recipe: Recipe) -> Path | None:
-    """The recipe's artifact, and marks it as used now. None if it is not compiled yet, or if tuning has found better
-    plans since."""
+    """Returns the recipe's artifact, and marks it as used now. None if it is not compiled yet, or if tuning has found
+    better plans since."""
     if not (recipe.folder / MANIFEST).exists() or not _plans_hold(recipe):
         return None
     record(recipe)

@@ -187,7 +187,7 @@ def _line(error: BaseException) -> str:
 
 def _start(host: str, port: int) -> str:
     """Starts Ray Serve if it does not run. Returns the address at which it accepts requests. If it was running already,
-    this is not the given address."""
+    this need not be the given address."""
     try:
         where = HTTPOptions(host=host, port=port)
         serve.start(proxy_location="HeadOnly", http_options=where, logging_config=_LOGGING)

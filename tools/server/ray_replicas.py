@@ -133,7 +133,7 @@ class Router(RequestRouter):
     ) -> list[list[RunningReplica]]:
         if pending_request is None:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # all replicas are full
+        pending_request.routing_context.should_backoff = True  # if all replicas are full
         call: Call = pending_request.args[0]
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         ranked = self._affinity.ranked(call.blocks, {name: self._running[name] for name in by_name})
