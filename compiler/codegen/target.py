@@ -78,8 +78,7 @@ class Target(ABC):
 
     @abstractmethod
     def functions(self, ctx: int) -> list[FunctionSpec]:
-        """The functions of a model for sequences of up to `ctx` tokens: "decode" with one row, and functions with more
-        rows."""
+        """The functions of a model for sequences of up to `ctx` tokens: "decode" with one row, and others with more."""
 
     def functions_of(self, config: ModelConfig, ctx: int, gpus: int = 1) -> list[FunctionSpec]:
         """The functions of a model. For a decoder: `functions`. For an encoder: functions of several sizes for the rows

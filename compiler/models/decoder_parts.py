@@ -104,8 +104,7 @@ def _widened(g: Graph, q, k, v, layer: int) -> tuple[relax.Var, relax.Var, relax
 
 
 def _filled(g: Graph, x, heads: int, size: int, columns: int, after: Callable, *args) -> relax.Var:
-    """x with `columns` columns per head instead of `size`. after(row, head, column, *args): values of the additional
-    columns."""
+    """x with `columns` columns per head instead of `size`. after(row, head, column, *args): the additional columns."""
 
     def fill(x, *args):
         def element(row, at):

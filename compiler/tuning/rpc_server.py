@@ -83,8 +83,7 @@ def own_address(peer: tuple[str, int]) -> str:
 
 
 def connect(tracker: tuple[str, int]) -> socket.socket:
-    """A connection to TVM's tracker. Raises OSError if nothing answers, UserError if something else than a tracker
-    answers."""
+    """A connection to TVM's tracker. Raises OSError if nothing answers, UserError if what answers is no tracker."""
     connection = socket.create_connection(tracker, ANSWER)
     try:
         connection.sendall(struct.pack("<i", base.RPC_TRACKER_MAGIC))
@@ -136,8 +135,7 @@ def listen(host: str, ports) -> socket.socket:
 
 
 def pack(folders) -> bytes:
-    """An archive of candidates' folders: the files of each that are needed for measuring, under the candidate's
-    number."""
+    """An archive of candidates' folders: the files that measuring needs, in a folder by the candidate's number."""
     blob = io.BytesIO()
     with zipfile.ZipFile(blob, "w", zipfile.ZIP_DEFLATED) as archive:
         for number, folder in enumerate(folders):

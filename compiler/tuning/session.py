@@ -174,8 +174,7 @@ def run(
     started = time.monotonic()
 
     def fit(seconds: float) -> int:
-        """The number of measurements that fit into the remaining time, after time is reserved to verify the best
-        plans."""
+        """The number of measurements that fit into the remaining time, less that to verify the best plans."""
         spent = time.monotonic() - started
         if not session.trials:  # the time of a measurement is not known yet
             return FIRST if spent < seconds else 0

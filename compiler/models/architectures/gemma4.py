@@ -65,8 +65,7 @@ def read(keys: Keys) -> ModelConfig:
 
 
 def _read_attention(keys: Keys, local: list[bool], own: int) -> list[AttentionConfig]:
-    """The attention of each layer. Layers from number `own` on use the cache of the last earlier layer of their
-    kind."""
+    """The attention of each layer. From number `own` on, they use the cache of the last of their kind before it."""
     kv_heads = keys.integers("attention.head_count_kv", len(local))
     window = keys.integer("attention.sliding_window") if any(local) else 0
     found = []

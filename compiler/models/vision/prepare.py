@@ -52,8 +52,7 @@ def prepared(config: VisionConfig, stored: Mapping[str, Tensor], path: str) -> T
 
 
 def _check_positions(config: VisionConfig, tensors: Tensors) -> None:
-    """Raises ValueError unless learned positions and class token exist exactly if the configuration says so, in right
-    shapes."""
+    """Raises ValueError unless learned positions and class token exist, in right shapes, exactly if configured."""
     for name, wanted in ((TABLE, config.table), (CLASS, config.class_row), (BREAK, config.breaks)):
         if bool(wanted) != (name in tensors):
             raise ValueError(f"{name} {'is missing' if wanted else 'is not part of such an encoder'}")
