@@ -42,8 +42,7 @@ def weights_directory() -> Path:
 
 
 def file_name(text: str) -> str:
-    """The text without characters that file names must not have, shortened so that a prefix and a suffix can be
-    added."""
+    """The text without characters that file names must not have, cut to leave room for a prefix and a suffix."""
     return re.sub(r"[^\w.-]", "-", text)[-160:]
 
 

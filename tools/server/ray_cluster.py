@@ -60,8 +60,7 @@ _TRIES = 3
 
 @dataclass(frozen=True)
 class Deployment:
-    """What is deployed. models: how to load each model, by the names that clients use; the options are equal except for
-    the model."""
+    """What is deployed. models: how to load each model, by the names that clients use; only their `model` differs."""
 
     models: Mapping[str, LoadOptions]
     options: ServeOptions

@@ -121,8 +121,7 @@ class Replica:
 
 
 class Router(RequestRouter):
-    """Chooses the replica that can begin the answer first; or the replica that has the response to which the call
-    refers."""
+    """Chooses the replica that can begin the answer first; or the one with the response that the call is about."""
 
     def initialize_state(self, **kwargs: Any) -> None:
         self._affinity = Affinity()
@@ -211,8 +210,7 @@ class Gateway:
             await error_response(scope["path"], known)(scope, receive, send)
 
     async def _call(self, scope: Scope, receive: Receive) -> Call:
-        """Reads a request. Raises ApiError if its body does not arrive or is too large. The replica reports other
-        errors."""
+        """Reads a request. Raises ApiError if its body is late or too large. The replica reports other errors."""
         body = bytes(await read_body(Request(scope, receive), self._options))
         made, path = {name: scope[name] for name in _SCOPE if name in scope}, scope["path"]
         # the body is decoded already
