@@ -141,7 +141,7 @@ class WorkloadRecords:
         return next((record for record in self.records.values() if record.default), None)
 
     def known(self, found: Space) -> list[tuple[object, float | None]]:
-        """(plan of the space, seconds) of the records that fit the space; seconds is None for failed and wrong plans."""
+        """(plan of the space, seconds) of the records that fit the space; seconds None for failed and wrong plans."""
         learned = {}
         for record in self.records.values():
             try:
