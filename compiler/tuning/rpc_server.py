@@ -72,7 +72,7 @@ def address(text: str) -> tuple[str, int]:
 
 
 def own_address(peer: tuple[str, int]) -> str:
-    """This machine's address as `peer` sees it. Raises UserError if the peer cannot be reached."""
+    """This machine's address as `peer` sees it. Raises UserError if there is no route to the peer."""
     try:
         family, kind, *_, place = socket.getaddrinfo(*peer, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -244,8 +244,8 @@ def serve(tracker: tuple[str, int], key: str, device: str | None, host: str | No
     """Serves until the process is ended. host: the address to listen at, by default this machine's address on the route
     to the tracker.
 
-    Raises UserError for a key with blanks, if the tracker cannot be reached or is something else, and without a free
-    port.
+    Raises UserError for a key with blanks, if there is no route to the tracker or it is something else, and without a
+    free port.
     """
     if not key or len(key.split()) != 1 or key != key.strip():
         raise UserError(f"--key '{key}' must be one word")
