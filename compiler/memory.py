@@ -84,8 +84,7 @@ def kept(config: ModelConfig, target, ctx: int) -> list[KvTensor]:
 
 
 def check_capacity(tensors: list[KvTensor], ctx: int) -> None:
-    """Raises UserError if a tensor of the KV cache has more elements than kernels can address. tensors: the result of
-    `kept`."""
+    """Raises UserError if a tensor of the KV cache has more elements than kernels can address. tensors: of `kept`."""
     largest = max((math.prod(tensor["shape"]) for tensor in tensors), default=0)
     if largest > ELEMENTS:
         fitting = ctx * ELEMENTS // largest // PAGE * PAGE

@@ -1,7 +1,7 @@
 """The decoder's operators (schedules/operators) as Relax operators `mlc_amd.<name>`, with type inference.
 
-The models emit the plain operators. The passes rewrite them into fused forms, which have the same names but more inputs
-or attributes. Each target replaces them by TensorIR kernels.
+The models emit the plain operators. The passes fuse them: into the same operators with more inputs or attributes, or
+into others (such as gate_up). Each target replaces them by TensorIR kernels.
 
 The first argument of every operator is `state`: int32[4] = (single rows, live rows, 0, 0). A step has m rows, of which
 the first `live` are computed. Of the live rows, the first `single` are the newest tokens of as many sequences; the

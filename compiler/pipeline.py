@@ -136,8 +136,7 @@ def _write_weights(
     lowered: Lowered, directory: Path, progress: StageProgress, matrices: bool, store: WeightStore | None
 ) -> dict[str, str]:
     """Writes the weights and the tables by position into `directory`. matrices: whether to write the weight matrices
-    too; they come from the store if it has them. Returns {file: SHA-256} for the files whose digest is already
-    known."""
+    too; they come from the store if it has them. Returns {file: SHA-256} for the files whose digest is known."""
     model, layout, workers = lowered.model, lowered.target.layout, available_threads()
     if tables := [source for source in lowered.weights if source.kind == "table"]:
         packing.write(model, layout, tables, directory / artifact.TABLES, progress, workers)

@@ -162,8 +162,7 @@ def _check_templates(config: Mapping[str, Any]) -> None:
 
 
 def _numbered(metadata: Mapping[str, object]) -> dict[str, object]:
-    """The metadata of a file without a tokenizer, with a name for each token: the file's, or the token's number in
-    brackets."""
+    """The metadata of a file without a tokenizer, with a name for each token: the file's, or its number in brackets."""
     size = metadata.get(f"{metadata.get('general.architecture')}.vocab_size")
     tokens = metadata.get("tokenizer.ggml.tokens") or [f"[{i}]" for i in range(size if isinstance(size, int) else 0)]
     return {"tokenizer.ggml.tokens": tokens}

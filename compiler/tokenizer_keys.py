@@ -35,8 +35,7 @@ def get(metadata: Mapping[str, object], key: str, kind: type, default: object = 
 def listed(
     metadata: Mapping[str, object], key: str, kind: type | tuple[type, ...], count: int = 0, default: object = REQUIRED
 ) -> list:
-    """The list that a key holds, of elements of `kind`. count: the least length, the number of tokens; 0 for any
-    length."""
+    """The list that a key holds, of elements of `kind`. count: the least length (the number of tokens), 0: any."""
     values = get(metadata, key, list, default)
     if not all(map(isinstance, values, repeat(kind))):
         raise UserError(f"{key} holds values of a wrong type: {CONVERT}")

@@ -93,8 +93,7 @@ def sentencepiece(
 def word_pieces(
     metadata: Mapping[str, object], names: dict[str, int], tokens: list[str]
 ) -> tuple[Tokenizer, Normalizer]:
-    """WordPiece. A word begins with "▁"; the longest token with which the rest of the word begins is split off
-    repeatedly."""
+    """WordPiece. A word begins with "▁"; the longest token with which its rest begins is split off repeatedly."""
     lowercase = get(metadata, "tokenizer.ggml.normalizer.lowercase", bool, True)
     accents = get(metadata, "tokenizer.ggml.normalizer.strip_accents", bool, lowercase)
     unknown, longest = _unknown(metadata, names, "bert"), 1 << 20  # longest word, characters; llama.cpp has no limit
@@ -103,8 +102,7 @@ def word_pieces(
 
 
 def unigrams(metadata: Mapping[str, object], names: dict[str, int], types: list[int]) -> tuple[Tokenizer, Normalizer]:
-    """SentencePiece's unigram model: of all ways to divide the text into tokens, the one with the largest sum of
-    scores."""
+    """SentencePiece's unigram model: of all ways to divide a text into tokens, that of the largest sum of scores."""
     if get(metadata, "tokenizer.ggml.treat_whitespace_as_suffix", bool, False):
         raise UserError("tokenizer.ggml.treat_whitespace_as_suffix is true, which is not supported: use another model")
     scores = listed(metadata, "tokenizer.ggml.scores", (int, float), len(names))

@@ -59,8 +59,7 @@ def _single(workload, live: int) -> int:
 
 
 def _cases(workload, params: list[operators.Parameter]) -> list[dict]:
-    """The states in which a kernel is timed, with the bytes that it moves and the operations that it computes in
-    each."""
+    """The states in which a kernel is timed, with its bytes and operations in each."""
     m, ctx = workload.m, workload.positions
     single = _single(workload, m)
     positions = [0]

@@ -179,8 +179,7 @@ def _native() -> bytes:
 
 
 def compile_c(*arguments: str) -> None:
-    """Runs the first C compiler that is found with these arguments. Raises UserError if there is none, or if it
-    fails."""
+    """Runs the first C compiler that is found with these arguments. Raises UserError without one, or if it fails."""
     compiler = next(([path] for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None and importlib.util.find_spec("ziglang"):
         compiler = [sys.executable, "-m", "ziglang", "cc"]

@@ -54,8 +54,7 @@ def expand(gpu: bool = True):
 
 class _Expander:
     """Replaces the calls in a statement. pending: a stack of lists of statements that must come before the statement
-    that is being rewritten. `expander(value)` binds a value to a register and returns it; constants are returned as
-    they are."""
+    that is being rewritten. `expander(value)` binds a value to a register; constants stay as they are."""
 
     def __init__(self, gpu: bool):
         self.pending, self._gpu = [[]], gpu
@@ -84,8 +83,7 @@ class _Expander:
         return tirx.Cast(dtype, result) if dtype == "float16" else result
 
     def _branch(self, call, mutator):
-        """Statements that an arm needs go into that arm, so that they only run if the arm is taken: an arm may load out
-        of bounds."""
+        """Puts the statements that an arm needs into that arm: one that is not taken might load out of bounds."""
         condition, arms = mutator.mutate(call.args[0]), []
         for arm in call.args[1:]:
             self.pending.append([])

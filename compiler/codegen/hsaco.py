@@ -246,8 +246,7 @@ class Instructions:
 
 
 def lines_of(assembly: str, kernel: str) -> list[str]:
-    """The lines from the kernel's label to the label of the next function. Raises ValueError if there is no such
-    label."""
+    """The lines from the kernel's label to that of the next function. Raises ValueError without such a label."""
     found: list[str] | None = None
     for line in assembly.splitlines():
         label = LABEL.match(line)
@@ -265,8 +264,7 @@ def lines_of(assembly: str, kernel: str) -> list[str]:
 
 
 def memory_access(mnemonic: str) -> tuple[str, str, int] | None:
-    """(space, "load" or "store", bytes per lane), see `Instructions`. None if the instruction does not access
-    memory."""
+    """(space, "load" or "store", bytes per lane), see `Instructions`. None if it accesses no memory."""
     if not (match := MEMORY.match(mnemonic)):
         return None
     space, access, twice, width = match.groups()

@@ -57,8 +57,7 @@ ALONE = Workers(1)
 
 
 def result(future: Future) -> Any:
-    """The result of `Workers.compile`. Raises ValueError if the compiler raised it, RuntimeError if the process
-    died."""
+    """The result of `Workers.compile`. Raises the compiler's ValueError, or RuntimeError if the process died."""
     try:
         answer = future.result()
     except ChildDied as error:

@@ -173,8 +173,7 @@ def _compiled(shader: Shader, profile: Profile, answer: dict) -> Compiled:
 
 
 def _assembly(name: str, text: str) -> str:
-    """The driver's listing without instruction encodings, under the kernel's label, with local labels in LLVM's
-    form."""
+    """The driver's listing without encodings, under the kernel's label, with local labels in LLVM's form."""
     if not text:
         return ""
     lines = (re.sub(r"\bBB(\d+)\b", r".LBB\1", line.partition(";")[0].rstrip()) for line in text.splitlines())

@@ -113,8 +113,7 @@ class Compiler:
         return answer
 
     def _assembly(self, of) -> str:
-        """The ISA text, or "". The driver is queried three times: for the number of texts, for their lengths, and for
-        the texts."""
+        """The ISA text, or "". The driver is queried three times: for the number of texts, their lengths, the texts."""
         call, count = self.calls.vkGetPipelineExecutableInternalRepresentationsKHR, ctypes.c_uint32()
         call(self.device, byref(of), byref(count), None)
         items = (Representation * count.value)(*(Representation() for _ in range(count.value)))

@@ -78,13 +78,12 @@ class Target(ABC):
 
     @abstractmethod
     def functions(self, ctx: int) -> list[FunctionSpec]:
-        """The functions of a model for sequences of up to `ctx` tokens: "decode" with one row, and functions with more
-        rows."""
+        """The functions of a model for sequences of up to `ctx` tokens: "decode" with one row, and others with more."""
 
     def functions_of(self, config: ModelConfig, ctx: int, gpus: int = 1) -> list[FunctionSpec]:
-        """The functions of a model. For a decoder: `functions`. For an encoder: functions that compute whole texts, the
-        largest of them texts of `ctx` tokens. gpus: the number of GPUs that share the model by tensor; several GPUs
-        compute the two halves of long chunks at the same time, so they also get functions for halves."""
+        """The functions of a model. For a decoder: `functions`. For an encoder: functions of several sizes for the rows
+        of whole texts, the largest with at least `ctx` rows. gpus: the number of GPUs that share the model by tensor;
+        several GPUs compute the two halves of long chunks at the same time, so they also get functions for halves."""
         if not config.encoder:
             found = self.functions(ctx)
             return found if gpus == 1 else [*found, *_halves(found)]
@@ -300,7 +299,8 @@ class Target(ABC):
 
 
 def _halves(functions: Sequence[FunctionSpec]) -> Iterator[FunctionSpec]:
-    """Functions for half-length chunks, one for each function of the longest chunks."""
+    """Functions for half-length chunks, for the functions of the longest chunks that do not return all logits. Sizes
+    that exist already are left out."""
     longest = max(spec.m for spec in functions)
     names = {spec.name for spec in functions}
     for spec in functions:

@@ -61,14 +61,12 @@ class VisionFile:
 
     @property
     def exact(self) -> bool:
-        """Whether its layers have float32 matrices. Products with other matrices round their input to 16 bits or
-        less."""
+        """Whether its layers have float32 matrices. Products with others round their input to 16 bits or less."""
         of_layers = (tensor for name, tensor in self.tensors.items() if name.startswith("v.blk."))
         return any(tensor.format == "f32" and len(tensor.shape) == 2 for tensor in of_layers)
 
     def check_used(self, used: set[str]) -> None:
-        """Raises UserError for a tensor that the graph did not use: the file holds a variant, whose results would be
-        wrong."""
+        """Raises UserError for a tensor that the graph did not use: a variant's results would be wrong."""
         if extra := next((name for name in self.tensors if name not in used), None):
             raise UserError(
                 f"{self.path}: tensor {extra!r} is not part of the encoder of a {self.config.projector} projector as "

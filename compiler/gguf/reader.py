@@ -156,8 +156,7 @@ class GGUFModel(Closing):
         return sum(file.size for file in self._opened)
 
     def close(self) -> None:
-        """Releases the files. Blocks that were read stay valid; reading more raises ValueError. May be called several
-        times."""
+        """Releases the files. Blocks that were read stay valid; reading more raises ValueError. May be called again."""
         for file in (*self._opened, *filter(None, (self.vision, self.draft))):
             file.close()
 
@@ -219,8 +218,7 @@ class _File:
             raise UserError(f"{self.path}: the file changed while it was read; wait until it is complete")
 
     def _parse(self) -> Header:
-        """The header. Only the beginning of the file is read: first a little, then more if the header does not end
-        there."""
+        """The header. Only the beginning of the file is read: a little first, then more if necessary."""
         for length in _HEADER_READS:
             data = self.read(0, min(length, self.size))
             try:

@@ -196,8 +196,7 @@ class Tensor:
 
     @staticmethod
     def made(name: str, shape: tuple[int, ...], values: Callable[[], np.ndarray], format: str = "f32") -> "Tensor":
-        """A vector or matrix with the values that a function returns; it is called once. format: a float format of
-        numpy's."""
+        """A vector or matrix with the values of a function, which is called once. format: a float format of numpy's."""
 
         @cache
         def whole() -> np.ndarray:

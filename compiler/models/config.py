@@ -317,8 +317,7 @@ class ModelConfig:
 
     @property
     def drafted(self) -> int:
-        """The columns of the rows that a guess reads from the guess before; 0 if guesses do not depend on one
-        another."""
+        """The columns of the rows that a guess reads from the guess before; 0 if guesses are independent."""
         if self.draft:
             return self.draft.drafted
         return 0 if self.predictor is None else self.hidden

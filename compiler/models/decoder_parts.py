@@ -104,8 +104,7 @@ def _widened(g: Graph, q, k, v, layer: int) -> tuple[relax.Var, relax.Var, relax
 
 
 def _filled(g: Graph, x, heads: int, size: int, columns: int, after: Callable, *args) -> relax.Var:
-    """x with `columns` columns per head instead of `size`. after(row, head, column, *args): values of the additional
-    columns."""
+    """x with `columns` columns per head instead of `size`. after(row, head, column, *args): the additional columns."""
 
     def fill(x, *args):
         def element(row, at):
@@ -147,7 +146,8 @@ def activated(g: Graph, gate, up, act: str) -> tuple:
 
 
 def normed_end(g: Graph, x, first: int, name: str) -> relax.Var:
-    """x, where the columns from `first` on are normalized by an RMS norm. name: of its weight."""
+    """x, where the columns from `first` on, as many as the weight has, are normalized by an RMS norm. name: of the
+    weight."""
     count = g.model.tensors[name].shape[0]
     end = g.bb.emit(OPS.nn.rms_norm(g.columns(x, first, count), g.vector(name, exact=True), -1, g.config.norm_eps))
     y = g.joined(g.columns(x, 0, first), end)

@@ -185,8 +185,7 @@ class Graph:
 
     def linear(self, x, name: str, exact: bool = False, scaled_bias: bool = False) -> relax.Var:
         """x W^T, times the weight's scale and plus its bias, if the file has them. exact: for routers, which have no
-        scale: x stays float32 if the weight's format allows it. scaled_bias: whether the scale applies to the bias,
-        too."""
+        scale: x stays float32 if the weight's format allows it. scaled_bias: whether the bias is scaled, too."""
         tensor, base = self.model.tensors[name], name.removesuffix("weight")
         biases = [self.vector(base + "bias", exact=True)] if self.has(base + "bias") else []
         scaled = self.has(base + SCALE) and not exact

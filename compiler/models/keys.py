@@ -34,8 +34,7 @@ class Keys:
         return found
 
     def owns(self, name: str) -> bool:
-        """Whether the layer has a tensor of this name (within the layer). The `Keys` of the file ask the first
-        layer."""
+        """Whether the layer has a tensor of this name (within the layer). For the file's `Keys`: the first layer."""
         return f"blk.{self.layer or 0}.{name}" in self.tensors
 
     def full(self, key: str) -> str:

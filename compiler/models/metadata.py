@@ -68,8 +68,8 @@ def each_layer(keys: Keys, count: int = 0) -> list[Keys]:
 
 class Predicting(NamedTuple):
     """The layers for multi-token prediction, which come last. count: number of the other layers. predictor:
-    configuration of the first prediction layer, if the file has its tensors. unused: tensors of further prediction
-    layers."""
+    configuration of the first prediction layer, None if it is not used. unused: tensors of the prediction layers that
+    are not used."""
 
     keys: Keys
     count: int
@@ -223,8 +223,7 @@ def read_feed_forward(keys: Keys, act: str = "silu", **variant) -> FeedForwardCo
 
 
 def dense(keys: Keys, act: str = "silu", size: int = 0, **variant) -> FeedForwardConfig:
-    """The dense feed-forward block of a layer, in a model whose other layers may have experts. size: 0 for the
-    file's."""
+    """The dense feed-forward block of a layer, in a model whose others may have experts. size: 0 for the file's."""
     return FeedForwardConfig(size or keys.integer("feed_forward_length"), act, **variant)
 
 
@@ -334,8 +333,7 @@ def read_uniform(
 
 
 def check_multiple(keys: Keys, what: str, size: int, of: int = 32) -> None:
-    """Raises UserError unless `size` is a multiple of `of`; kernels need a multiple of 32, a block of quantized
-    values."""
+    """Raises UserError unless `size` is a multiple of `of`; 32 columns are a block of quantized values."""
     if size % of:
         raise keys.error(f"the {what} ({size}) must be a multiple of {of} to be compiled; use another model")
 

@@ -181,7 +181,7 @@ class Mamba2Config:
 @dataclass(frozen=True)
 class MambaConfig:
     """A selective state space whose steps, B and C are computed from x (Mamba-1, PLaMo 2). [x, z] = ssm_in h, x =
-    silu(conv (x)), [t, B, C] = ssm_x x, each with a norm in some models; for each row, with dt = softplus(ssm_dt t),
+    silu(conv(x)), [t, B, C] = ssm_x x, each with a norm in some models; for each row, with dt = softplus(ssm_dt t),
 
         S *= exp(ssm_a * dt); S += dt * x B^T; y = S C + ssm_d * x
 

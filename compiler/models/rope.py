@@ -87,7 +87,7 @@ def rope_table(rope: RopeConfig, ctx: int, freq_factors: np.ndarray | None = Non
 
     freq_factors: rope_freqs.weight [dim/2], by which angles are divided; None for ones. Sources of the scaling: ggml's
     rope_yarn and ggml_rope_yarn_corr_dims (ggml/src/ggml-cpu/ops.cpp, ggml/src/ggml.c), with the arguments of llama.cpp
-    (src/llama-context.cpp). Raises UserError if freq_factors has another length."""
+    (src/llama-context.cpp). Raises UserError if freq_factors has another length, or zeros."""
     pairs = np.arange(rope.dim // 2, dtype=np.float64)
     frequency = rope.base ** (-2.0 * pairs / rope.dim)  # radians per position
     if freq_factors is not None:

@@ -98,8 +98,7 @@ def residual_block(g: Graph, x, i: int, which: str, norms: Norms, block):
 
 def add_all(g: Graph, x, terms: list):
     """x plus all terms, added one after the other, so that each addition can be fused with the product that computes
-    the term. Terms of a sum over several GPUs are first added to one another, because each such sum needs an
-    exchange."""
+    the term. Terms of a sum over GPUs are added to one another first, as each such sum needs an exchange."""
     partial = [term for term in terms if term in g.terms]
     if x not in g.terms and len(partial) > 1:
         terms = [term for term in terms if term not in g.terms] + [add_all(g, partial[0], partial[1:])]

@@ -44,8 +44,7 @@ def _maker(bound, var) -> Any:
 
 
 def _place(before, readers, target) -> NormPlace:
-    """Where a norm is computed. before: the call that computes the norm's input. readers: the values that read the
-    norm."""
+    """Where a norm is computed. before: the call that computes the norm's input. readers: what reads the norm."""
     if not all(map(_reads_norms, readers)):
         return "launch"
     op: Any = ops.operator_of(before)

@@ -62,8 +62,7 @@ def quantize_activations(mod, target):
 
 
 def fuse_gate_up(mod):
-    """act(linear(h, gate)) * linear(h, up) becomes one `gate_up`, so that the results of gate and up are never written
-    to memory."""
+    """act(linear(h, gate)) * linear(h, up) becomes one `gate_up`, whose factors are never written to memory."""
 
     def rule(call, producer):
         if getattr(call.op, "name", "") != "relax.multiply":
@@ -105,9 +104,9 @@ def fuse_residual(mod):
 
 
 def fuse_quantize(mod, target):
-    """quantize(f(x)) becomes f with a quantized result, where f is an activation or an operator of QUANTIZING. For
-    layouts of int8 blocks, the heads of attention and gates must be whole blocks, and the target's attention kernels
-    must support it."""
+    """quantize(f(x)) becomes f with a quantized result, where f is an activation or an operator of QUANTIZING. The
+    heads of gates with a norm must be whole blocks. For layouts of int8 blocks, so must those of attention, and the
+    target's attention kernels must support it."""
 
     def rule(call, producer):
         quantize = ops.operator_of(call)

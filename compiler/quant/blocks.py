@@ -205,8 +205,7 @@ def mxfp4(b: Blocks):
 
 
 def _e5m3_of_ue4m3() -> np.ndarray:
-    """For each UE4M3 byte (ggml_ue4m3_to_fp32), the E5M3 byte of half its value. 0x7F stands for 0; the sign bit is
-    ignored."""
+    """For each UE4M3 byte (ggml_ue4m3_to_fp32), the E5M3 byte of half its value. 0x7F: 0; the sign bit is ignored."""
     byte = np.arange(256)
     exponent, mantissa = byte >> 3 & 15, byte & 7
     value = np.where(exponent, (8 + mantissa) * 2.0 ** (exponent - 11), mantissa * 2.0**-10)
@@ -263,8 +262,7 @@ def _looked_up(words: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 def _signed(entries: np.ndarray, signs: np.ndarray, bit: int) -> np.ndarray:
-    """Codes from words of magnitudes and words of signs, which have equal shapes. bit: the place of the sign in a
-    code."""
+    """Codes from words of magnitudes and words of signs, which have equal shapes. bit: the sign's place in a code."""
     return _codes_of(_or_shifted(entries, signs, bit))
 
 

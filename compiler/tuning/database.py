@@ -141,8 +141,7 @@ class WorkloadRecords:
         return next((record for record in self.records.values() if record.default), None)
 
     def known(self, found: Space) -> list[tuple[object, float | None]]:
-        """(plan of the space, seconds) of the records that fit the space; seconds is None for plans that failed or were
-        wrong."""
+        """(plan of the space, seconds) of the records that fit the space; seconds None for failed and wrong plans."""
         learned = {}
         for record in self.records.values():
             try:
@@ -167,8 +166,7 @@ def plan_text(plan: dict) -> str:
 
 
 def entries(arch, folder: Path | None = None) -> dict[Operator, WorkloadRecords]:
-    """The valid entries in an arch's folder, by default the user's. Another process may have the folder open for
-    tuning."""
+    """The valid entries in an arch's folder, by default the user's. Another process may be tuning there."""
     return entries_of(lines.read((folder or folder_of(arch)) / LOG)[0])[0]
 
 
@@ -242,8 +240,8 @@ class Database(Closing):
         return self.entry(workload).records[plan_text(plan)]
 
     def add(self, workload: Operator, record: Record) -> Record:
-        """Stores a measurement; it replaces one of the same plan. When this returns, it is on disk. Returns the stored
-        record: for an invalid measurement, a record of a failure."""
+        """Stores a measurement; it replaces one of the same plan. When this returns, it is in the file. Returns the
+        stored record: for an invalid measurement, a record of a failure."""
         if why := lines.fault(self._about(workload) | asdict(record)):
             record = Record(None, f"its measurement makes no sense: {why}", runner=record.runner, plan=record.plan)
         self._append(workload, asdict(record))

@@ -79,8 +79,7 @@ sys.exit(main(Path(here), sys.argv[1:]))
 
 
 class Exported(NamedTuple):
-    """A kit that was written. failed: number of candidates that could not be built; the database has a record of
-    each."""
+    """A kit that was written. failed: number of candidates that could not be built; the database has their records."""
 
     folder: Path
     candidates: int
@@ -228,8 +227,7 @@ def _copy_sources(folder: Path) -> None:
 
 
 def load(folder: Path) -> Kit:
-    """Reads a kit that was measured. Raises UserError for a folder that is not a measured kit, and for invalid
-    files."""
+    """Reads a kit that was measured. Raises UserError for another folder, and for invalid files."""
     if not (folder / KIT).exists():
         raise UserError(f"{folder} holds no {KIT}; give the folder of a kit that `mlc-amd tune --export-kit` made")
     again = "export the kit again"

@@ -112,7 +112,6 @@ class Local(Closing):
             return False
 
     def _drop(self, made: Path | str) -> None:
-        """Removes the folder of a candidate, because thousands of them would fill a small disk. Untuned kernels
-        stay."""
+        """Removes the folder of a candidate, as thousands would fill a small disk. Untuned kernels stay."""
         if self._temporary and isinstance(made, Path) and made not in self._untuned.values():
             shutil.rmtree(made, ignore_errors=True)

@@ -72,7 +72,7 @@ def address(text: str) -> tuple[str, int]:
 
 
 def own_address(peer: tuple[str, int]) -> str:
-    """This machine's address as `peer` sees it. Raises UserError if the peer cannot be reached."""
+    """This machine's address as `peer` sees it. Raises UserError if there is no route to the peer."""
     try:
         family, kind, *_, place = socket.getaddrinfo(*peer, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -83,8 +83,7 @@ def own_address(peer: tuple[str, int]) -> str:
 
 
 def connect(tracker: tuple[str, int]) -> socket.socket:
-    """A connection to TVM's tracker. Raises OSError if nothing answers, UserError if something else than a tracker
-    answers."""
+    """A connection to TVM's tracker. Raises OSError if nothing answers, UserError if what answers is no tracker."""
     connection = socket.create_connection(tracker, ANSWER)
     try:
         connection.sendall(struct.pack("<i", base.RPC_TRACKER_MAGIC))
@@ -136,8 +135,7 @@ def listen(host: str, ports) -> socket.socket:
 
 
 def pack(folders) -> bytes:
-    """An archive of candidates' folders: the files of each that are needed for measuring, under the candidate's
-    number."""
+    """An archive of candidates' folders: the files that measuring needs, in a folder by the candidate's number."""
     blob = io.BytesIO()
     with zipfile.ZipFile(blob, "w", zipfile.ZIP_DEFLATED) as archive:
         for number, folder in enumerate(folders):
@@ -246,8 +244,8 @@ def serve(tracker: tuple[str, int], key: str, device: str | None, host: str | No
     """Serves until the process is ended. host: the address to listen at, by default this machine's address on the route
     to the tracker.
 
-    Raises UserError for a key with blanks, if the tracker cannot be reached or is something else, and without a free
-    port.
+    Raises UserError for a key with blanks, if there is no route to the tracker or it is something else, and without a
+    free port.
     """
     if not key or len(key.split()) != 1 or key != key.strip():
         raise UserError(f"--key '{key}' must be one word")

@@ -166,8 +166,7 @@ class Search:
 
     @property
     def pending(self) -> list:
-        """The plans that must be measured before others and were not measured or proposed yet: the default plan and
-        `first`."""
+        """The plans to measure before others, not measured or proposed yet: the default plan and `first`."""
         return [plan for plan in dict.fromkeys([self.space.default, *self.first]) if not self._known(plan)]
 
     def propose(self, count: int) -> list:

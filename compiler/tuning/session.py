@@ -74,7 +74,7 @@ class TuningSession:
 
     def round(self, count: int) -> list[tuple[Task, Any]]:
         """`count` (task, plan) to measure without feedback between them: plans that must come before others, then plans
-        of all tasks in proportion to their expected saving. Fewer if there are no more."""
+        of all tasks, more for a larger expected saving. Fewer if there are no more."""
         chosen = self._new(count)
         # With the square root, small tasks get some plans too. Tasks without measurements count by the bytes they move.
         worth = {task: math.sqrt(self.saving(task) or task.weight * task.bytes * 1e-15) for task in self.tasks}
@@ -174,8 +174,7 @@ def run(
     started = time.monotonic()
 
     def fit(seconds: float) -> int:
-        """The number of measurements that fit into the remaining time, after time is reserved to verify the best
-        plans."""
+        """The number of measurements that fit into the remaining time, less that to verify the best plans."""
         spent = time.monotonic() - started
         if not session.trials:  # the time of a measurement is not known yet
             return FIRST if spent < seconds else 0

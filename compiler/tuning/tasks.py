@@ -14,8 +14,8 @@ from mlc_amd.schedules.gpu.exchange.joint import planned
 from mlc_amd.schedules.operators import Operator
 
 CHUNK = 512  # length of the prompt in a task's weight, tokens
-# Length of the answer in a task's weight, tokens: for one sequence, and for as many sequences as each step has rows.
-# Smaller prefill functions compute the ends of prompts, so they count once.
+# Tokens of answers in a task's weight, of all sequences together: for one sequence (decode), and for as many sequences
+# as each step has rows. Smaller prefill functions compute the ends of prompts, so they count once.
 ANSWER = 128
 
 

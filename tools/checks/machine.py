@@ -66,7 +66,7 @@ def packages() -> list[dict[str, object]]:
 
 
 def cpu() -> dict[str, object]:
-    """Name, usable cores, instruction sets, memory in bytes (total, available), last-level cache."""
+    """Name, usable cores, instruction sets, memory in bytes (total, available)."""
     flags = cpu_flags()
     memory = _fields("/proc/meminfo")
     return {

@@ -173,11 +173,11 @@ class Check:
         return worst, wrong, done
 
     def _join(self, depth: int, runs: int) -> dict:
-        """Repeats a kernel whose workgroups synchronize, until the time is up. Their counters are only set before the
-        first run. depth: tokens in the cache. failed: number of runs whose results are not bit for bit those of the
-        first run, or that leave a counter other than zero. The last workgroup joins all parts in a fixed order, so
-        results do not depend on which one is last. If the kernel has single rows and a chunk, only the single rows run,
-        as only their workgroups synchronize."""
+        """Runs a kernel whose workgroups synchronize: `runs` times, or until the time is up. Their counters are only
+        set before the first run. depth: tokens in the cache. failed: number of runs whose results are not bit for bit
+        those of the first run, or that leave a counter other than zero. The last workgroup joins all parts in a fixed
+        order, so results do not depend on which one is last. If the kernel has single rows and a chunk, only the single
+        rows run, as only their workgroups synchronize."""
         candidate, bench, backend = self.candidate, self.bench, self.backend
         m = from_json(candidate.facts["workload"]).m
         single = max((single for _, _, single, _ in candidate.facts["states"]), default=0)

@@ -28,10 +28,10 @@ DECODED = 4  # tokens that are decoded one by one
 PROMPT = 40  # largest number of tokens of a prefill step
 AHEAD = 72  # tokens that are decoded by steps that start ahead; they reach the second page
 FEW = 8  # if the model is slow here: tokens, and short sequences, of a step
+AHEAD_SHARE = 0.05  # share of the remaining seconds for steps that start ahead
 # Tolerance of logits: the root mean square of the differences, relative to the standard deviation of the logits. After
 # several layers it is normal that some int8 activations round to the other side; this adds up to 3 % in the bundled
 # model. A wrong kernel or launch list changes logits completely.
-AHEAD_SHARE = 0.05  # share of the remaining seconds for steps that start ahead
 TOLERANCE = 0.1
 LARGEST = 64 << 20  # bytes of weights for which numpy computes logits by default: one or two billion operations
 TIMED_DEPTH = 64  # tokens in the cache when kernels are timed

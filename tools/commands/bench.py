@@ -163,8 +163,8 @@ def plan_tests(
 
 
 def _cache_size(tests: Sequence[Test], memory: int | str | None) -> KvSize:
-    """The size of the cache for the tests. A single sequence gets the full length. memory: the size that the user
-    gives."""
+    """The size of the cache for the tests. A single sequence without guesses gets the full length. memory: the size
+    that the user gives."""
     sequences = max(test.n_seqs for test in tests)
     if memory:
         return replace(KvSize.of(memory=memory), sequences=sequences)
@@ -174,8 +174,8 @@ def _cache_size(tests: Sequence[Test], memory: int | str | None) -> KvSize:
 
 
 def _tokens(test: Test) -> int:
-    """The tokens of the cache for all of the test's sequences: whole pages, and room for guesses if there are several
-    sequences."""
+    """The tokens of the cache for all of the test's sequences: whole pages, with room for guesses if there are several
+    sequences or guesses are tested."""
     more = 0 if test.n_seqs == 1 and test.right is None else MOST
     return test.n_seqs * -(-(test.context + more) // PAGE) * PAGE
 

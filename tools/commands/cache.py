@@ -156,8 +156,8 @@ def _downloads() -> str:
 
 
 def _remove(chosen: list[Entry], dry_run: bool, age: float | None = None) -> None:
-    """Removes models. Writes what is removed to stdout, and what is in use to stderr. age: also removes KV caches that
-    were not used for so many seconds."""
+    """Removes models and their KV caches. Writes what is removed to stdout, and what is in use to stderr. age: also
+    removes KV caches that were not used for so many seconds."""
     before, removed = _disk(), []
     for entry in chosen:
         if entry.in_use if dry_run else not model_cache.remove(entry):

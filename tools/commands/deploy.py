@@ -137,8 +137,7 @@ def _holds_weights(entry: Entry) -> bool:
 
 
 def pythons_of(text: str) -> tuple[str, ...]:
-    """The Python versions in a list such as "3.12,3.13". Raises UserError for versions for which bundles cannot be
-    made."""
+    """The Python versions in a list such as "3.12,3.13". Raises UserError for versions that bundles do not support."""
     asked = [part.strip() for part in text.split(",")]
     if unknown := [name for name in asked if name not in PYTHONS]:
         raise UserError(f"--python {unknown[0]}: bundles can be made for {', '.join(PYTHONS)}")

@@ -82,8 +82,7 @@ def run(
 
 
 def read_texts(given: tuple[str, ...], file: str | None) -> list[str]:
-    """The texts of the command line, and the lines of a file that are not empty. Raises UsageError if there are
-    none."""
+    """The texts of the command line, and the lines of a file that are not empty. Raises UsageError without any."""
     texts = [*given, *(line for line in (read_text(file) if file is not None else "").splitlines() if line.strip())]
     if not texts:
         raise UsageError("give texts with --text, or a file with one a line with --file")

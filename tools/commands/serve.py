@@ -69,7 +69,7 @@ def run(
         return
     try:
         from mlc_amd.tools.server import ray_cluster
-    except ImportError as error:  # ray is installed, but not the extra `serve`
+    except ImportError as error:  # ray or the extra `serve` is not installed
         raise extras.absence("ray") from error
     models_there = {name: replace(load, model=one) for name, one in _absolute(sources).items()}
     ray_cluster.run(ray_cluster.Deployment(models_there, options))

@@ -134,8 +134,8 @@ def run(
 
 
 def time_limit(budget: str | None, trials: int | None) -> float | None:
-    """The seconds after which to stop; None: when `trials` are done. Raises UserError for a budget that is no time, or
-    if nothing would be done."""
+    """The seconds after which to stop; None: when `trials` are done. Raises UsageError for a budget that is no time, or
+    is 0."""
     if trials and budget is None:
         return None
     text = budget or BUDGET

@@ -47,8 +47,8 @@ def choose(model: Path | None, options: CompileOptions) -> str | None:
 
 
 def _beside(model: Path) -> str | None:
-    """The encoder in the model's folder that belongs to the model. If the folder has several models, its name must
-    begin like the model's."""
+    """The encoder in the model's folder that belongs to the model: one for models whose names begin like this model's,
+    else one whose name refers to no model. None if there is none, or if it cannot be compiled."""
     folder = model.parent
     if folder.parent.parent.name == SNAPSHOTS and not preferred(path.name for path in folder.iterdir()):
         folder = folder.parent  # a folder of a repository, in which models have folders of their own

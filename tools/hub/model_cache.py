@@ -42,8 +42,7 @@ def weights_directory() -> Path:
 
 
 def file_name(text: str) -> str:
-    """The text without characters that file names must not have, shortened so that a prefix and a suffix can be
-    added."""
+    """The text without characters that file names must not have, cut to leave room for a prefix and a suffix."""
     return re.sub(r"[^\w.-]", "-", text)[-160:]
 
 
@@ -86,8 +85,8 @@ class Recipe(CompileOptions):
 
 
 def find(recipe: Recipe) -> Path | None:
-    """The recipe's artifact, and marks it as used now. None if it is not compiled yet, or if tuning has found better
-    plans since."""
+    """Returns the recipe's artifact, and marks it as used now. None if it is not compiled yet, or if tuning has found
+    better plans since."""
     if not (recipe.folder / MANIFEST).exists() or not _plans_hold(recipe):
         return None
     record(recipe)

@@ -64,13 +64,13 @@ def find(model: str | os.PathLike[str], encoder: bool = False) -> Path:
 
 
 def check_name(model: str | os.PathLike[str]) -> None:
-    """UserError if no model of that name is here and none can be on the hub, which is not asked."""
+    """Raises UserError if this machine has no model of that name, and none can be on the hub, which is not queried."""
     if local(model) is None:
         _hub_name(model)
 
 
 def _hub_name(model: str | os.PathLike[str]) -> Name:
-    """UserError if it is no name of the hub's, or in a bundle."""
+    """The name of a model of the hub. Raises UserError if it is no such name, and in a bundle."""
     if _has_compiler():
         from mlc_amd.tools.hub import hub_files
 

@@ -19,8 +19,7 @@ _ROUNDS = 5
 
 def of_device(device) -> tuple[float, str] | None:
     """(bytes per second, how measured) for the memory with a device's weights; None if it cannot be measured. "read":
-    `measure`, with as many threads as the cpu device has. "copy": a GPU's own copy; bytes read and written are
-    added."""
+    `measure`, with as many threads as the cpu device has. "copy": a GPU's own copy, bytes read plus written."""
     if device.kind == "cpu":
         return measure(device.threads), "read"
     copied = device.copy_bandwidth() if hasattr(device, "copy_bandwidth") else 0.0

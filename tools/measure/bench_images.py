@@ -17,8 +17,7 @@ from mlc_amd.tools.measure.bench_encoder import described, result, timed
 
 
 def sizes_of(names: Sequence[str]) -> list[tuple[int, int]]:
-    """(width, height) of each "WIDTHxHEIGHT"; commas separate several in one text. Raises UsageError for other
-    texts."""
+    """(width, height) of each "WIDTHxHEIGHT"; commas separate several in one text. Raises UsageError otherwise."""
     found = []
     for name in ",".join(names).split(","):
         if not (sides := re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", name)):

@@ -148,8 +148,7 @@ class _Known:
 
 
 def _guess(batch: Batch, speculation: Speculation, texts: dict[Request, list[int]], right: float) -> None:
-    """Decodes the texts with guesses, like an engine that gets its answers token by token. All texts have the same
-    length."""
+    """Decodes the texts with guesses, like an engine that gets its answers token by token. All have one length."""
     random = np.random.default_rng(1)
     done = dict.fromkeys(texts, 0)
     length = len(next(iter(texts.values())))

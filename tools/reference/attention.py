@@ -84,8 +84,7 @@ def _normalized(x, eps):
 
 
 def keys_of(layout, Kc):
-    """Keys in the order of their positions: [pages, kv_heads, PAGE, width], float16 or codes. A view if the layout
-    allows it."""
+    """Keys in the order of their positions: [pages, kv_heads, PAGE, width], float16 or codes. A view if possible."""
     if Kc.ndim == 4:  # latent attention on the CPU: [pages, 1, PAGE, width]
         return Kc
     pages, heads = Kc.shape[:2]

@@ -1,5 +1,5 @@
 """Packed weights as numbers, from the planes of both layouts of dist/README.md (schedules/cpu/linear/planes.py,
-gpu/planes.py).
+schedules/gpu/base/planes.py).
 
 In: a format's name and its planes by name, as arrays. Out: float32 rows, bit for bit equal to gguf-py's `dequantize`.
 In both layouts, a block of 32 columns has the same words of four bytes; the CPU's layout interleaves the words of 16

@@ -212,8 +212,7 @@ class Answering(AsyncIterator[list[forms.Event]]):
 
 class AnswerEvents:
     """Turns the pieces of the answer `index` into events: call `feed` with each piece, then `finish`. prompt: the
-    rendered text of a chat; None for a continued text, in which everything is text. tools: the tools that the model may
-    call."""
+    rendered text of a chat; None for a continued text, in which everything is text. tools: that the model may call."""
 
     def __init__(
         self,

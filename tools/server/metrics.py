@@ -2,8 +2,8 @@
 
 Metrics that vLLM's server has, too, have vLLM's names: load balancers of the Kubernetes Gateway API use
 `vllm:num_requests_waiting`, `vllm:num_requests_running` and `vllm:kv_cache_usage_perc`
-(gateway-api-inference-extension, model server protocol), and there are dashboards for the others. Each has the label
-`model_name`. Only metrics that vLLM does not have begin with `mlc_amd:`.
+(gateway-api-inference-extension, model server protocol), and there are dashboards for the others. Only metrics that
+vLLM does not have begin with `mlc_amd:`. Each but `mlc_amd:http_requests` has the label `model_name`.
 
 Queue and cache are read from the engines when the metrics are requested.
 """

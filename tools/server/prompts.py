@@ -69,8 +69,7 @@ def _message(message: Fields) -> dict[str, Any]:
 
 
 def content_of(fields: Fields, name: str, required: bool = True) -> dict[str, Any]:
-    """The fields of a message for a content, which is a text or a list of parts: "content", and "images" if there are
-    any."""
+    """The fields of a message for a content, which is a text or a list of parts: "content", and "images" if any."""
     value = fields.required(name) if required else fields.raw(name)
     if value is None or isinstance(value, str):
         return {"content": value or ""}

@@ -60,8 +60,7 @@ _TRIES = 3
 
 @dataclass(frozen=True)
 class Deployment:
-    """What is deployed. models: how to load each model, by the names that clients use; the options are equal except for
-    the model."""
+    """What is deployed. models: how to load each model, by the names that clients use; only their `model` differs."""
 
     models: Mapping[str, LoadOptions]
     options: ServeOptions
@@ -187,7 +186,7 @@ def _line(error: BaseException) -> str:
 
 def _start(host: str, port: int) -> str:
     """Starts Ray Serve if it does not run. Returns the address at which it accepts requests. If it was running already,
-    this is not the given address."""
+    this need not be the given address."""
     try:
         where = HTTPOptions(host=host, port=port)
         serve.start(proxy_location="HeadOnly", http_options=where, logging_config=_LOGGING)

@@ -121,8 +121,7 @@ class Replica:
 
 
 class Router(RequestRouter):
-    """Chooses the replica that can begin the answer first; or the replica that has the response to which the call
-    refers."""
+    """Chooses the replica that can begin the answer first; or the one with the response that the call is about."""
 
     def initialize_state(self, **kwargs: Any) -> None:
         self._affinity = Affinity()
@@ -133,7 +132,7 @@ class Router(RequestRouter):
     ) -> list[list[RunningReplica]]:
         if pending_request is None:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # all replicas are full
+        pending_request.routing_context.should_backoff = True  # if all replicas are full
         call: Call = pending_request.args[0]
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         ranked = self._affinity.ranked(call.blocks, {name: self._running[name] for name in by_name})
@@ -211,8 +210,7 @@ class Gateway:
             await error_response(scope["path"], known)(scope, receive, send)
 
     async def _call(self, scope: Scope, receive: Receive) -> Call:
-        """Reads a request. Raises ApiError if its body does not arrive or is too large. The replica reports other
-        errors."""
+        """Reads a request. Raises ApiError if its body is late or too large. The replica reports other errors."""
         body = bytes(await read_body(Request(scope, receive), self._options))
         made, path = {name: scope[name] for name in _SCOPE if name in scope}, scope["path"]
         # the body is decoded already

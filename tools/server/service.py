@@ -1,5 +1,4 @@
-"""What the handlers of all APIs share: the models, the options, and the way from the body of a request to its
-answer."""
+"""What the handlers of all APIs share: the models, the options, and the way from a request's body to its answer."""
 
 import asyncio
 import zlib

@@ -82,8 +82,7 @@ def transfer_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
 
 @contextmanager
 def _stages(title: str, *columns: rich_progress.ProgressColumn) -> Iterator[Callable[[str, int, int], None]]:
-    """A function progress(stage, done, total). If stderr is a terminal it shows bars with these columns, otherwise
-    lines."""
+    """A function progress(stage, done, total). If stderr is a terminal: bars with these columns, otherwise lines."""
     if not sys.stderr.isatty():
         message(f"{title} ...")
         say = _now_and_then(title)

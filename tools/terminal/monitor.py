@@ -28,7 +28,7 @@ class Monitor:
     def __init__(self, engine: "TextEngine") -> None:
         self.stopped = False
         self._engine, self._held, self._status = engine, ExitStack(), terminal.Status()
-        self._writing = False  # whether text was written
+        self._writing = False  # whether text is being written, so that there is no status line
         self._lock = threading.Lock()
         self._prompt, self._begun = (0, 0), 0.0
         self._timer = threading.Timer(_PATIENCE, self._show_prompt)

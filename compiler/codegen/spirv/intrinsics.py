@@ -50,8 +50,7 @@ NAMED = LLVM_CALLS + EXTERN_CALLS
 
 
 def name_of(call) -> str:
-    """The name of the function that is called: an LLVM name, an extern's name, or a TIR function's name without its
-    prefix."""
+    """The name of the function that is called: of an LLVM intrinsic, an extern, or a TIR function (without prefix)."""
     op = call.op.name.split(".", 1)[1]
     return _name(call.args[0]) if op in NAMED else op
 
@@ -248,8 +247,7 @@ class Intrinsics(Memory):
         return asm.op("IAdd", "i32", first, second)
 
     def word(self, e):
-        """The bits of a 32-bit scalar or of four bytes, as an id. A word that was reinterpreted as bytes is used
-        directly."""
+        """The bits of a 32-bit scalar or of four bytes, as an id. For a reinterpreted word: that word."""
         ty = parse(e.ty)
         if kind(e) == "Call" and name_of(e) == "reinterpret" and parse(e.args[0].ty)[1:] == (32, 1):
             return self.word(e.args[0])

@@ -25,8 +25,7 @@ class Matrix(Memory):
     """Part of the emitter: cooperative matrices."""
 
     def _fragment(self, data, index, shape=None):
-        """(variable, matrix type) of a fragment of a buffer. shape: (m, n, k), needed if the fragment may not exist
-        yet."""
+        """(variable, matrix type) of a fragment of a buffer. shape: (m, n, k), needed if it may not exist yet."""
         buffer = data.args[0]
         if not isinstance(index, tirx.IntImm):
             raise Unsupported(f"fragment {index} of {buffer.name}: the index must be constant, unroll the loop")

@@ -70,8 +70,7 @@ class Memory(Expressions):
         )
 
     def order(self, array):
-        """The memory operands of an access to an Array. The Vulkan memory model must know which accesses barriers
-        order."""
+        """The memory operands of an access to an Array. The Vulkan memory model needs to know what barriers order."""
         return (opcodes.NON_PRIVATE,) if array.storage == "Workgroup" and self.vulkan_model else ()
 
     def lane_indices(self, index):

@@ -65,8 +65,7 @@ def read(keys: Keys) -> ModelConfig:
 
 
 def _read_attention(keys: Keys, local: list[bool], own: int) -> list[AttentionConfig]:
-    """The attention of each layer. Layers from number `own` on use the cache of the last earlier layer of their
-    kind."""
+    """The attention of each layer. From number `own` on, they use the cache of the last of their kind before it."""
     kv_heads = keys.integers("attention.head_count_kv", len(local))
     window = keys.integer("attention.sliding_window") if any(local) else 0
     found = []
@@ -140,7 +139,7 @@ def decoder(g):
 
 
 def dense_and_experts(g, x, i: int, layer: LayerConfig, experts: ExpertsConfig):
-    """The terms of the dense block and of the experts. Both read x, each within its own norms."""
+    """The sum of the dense block's result and the experts'. Both read x, each within its own norms."""
     block, f = f"blk.{i}.", layer.feed_forward
     assert f, "a layer with a feed-forward block"
     y = dense(g, g.norm(x, f"{block}{layer.feed_forward_norms.before}"), block + "ffn_{}", f.act)
@@ -152,7 +151,8 @@ def dense_and_experts(g, x, i: int, layer: LayerConfig, experts: ExpertsConfig):
 
 
 def layer_inputs(g, x):
-    """The input of each layer besides x, float32 [m, layers * size]: it is made of a token by two projections."""
+    """The input of each layer besides x, float32 [m, layers * size]: from an embedding of the token for each layer, and
+    a projection of x."""
     c = g.config
     size, count = c.layer_embedding, len(c.decoder_layers)
     y = g.scaled(g.linear(x, "per_layer_model_proj.weight"), 1 / sqrt(c.hidden))

@@ -46,7 +46,7 @@ from mlc_amd.compiler.models.metadata import (
 )
 from mlc_amd.compiler.models.registry import architecture
 
-GLM_5_2_CONTEXT = 1 << 20  # tokens: in models with this context, only some layers have an indexer
+GLM_5_2_CONTEXT = 1 << 20  # tokens: with this context or a longer one, only some layers have an indexer
 INDEX_ROPE = "index_rope"  # key of ModelConfig.ropes
 
 STEP = 4  # smollm3: the last of every four layers has no RoPE

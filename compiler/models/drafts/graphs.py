@@ -1,4 +1,5 @@
 """Emits the functions of drafts that read rows of the model for which they guess (files.py reads these drafts).
+
 eagle3, of a row with the token at position p, the model's rows x_a, x_b, x_c at p, and the next token t:
 
     g = fc [x_a | x_b | x_c], or of their norm; for a guess after that one y
@@ -16,6 +17,7 @@ dflash, of a row's x_a, x_b ..:
     keys and values of each layer = W_k g, W_v g; g = norm(fc [x_a | x_b ..])
 
 and for the block, which begins with the first token that is not computed and continues with tokens `mask`:
+
     logits of each place = output norm(y), y = layers of the embedding; rows attend to earlier keys and to each other
 
 llama.cpp computes them in the same way (src/models/eagle3.cpp, gemma4-assistant.cpp, dflash.cpp;

@@ -1,4 +1,6 @@
 """Encoders of texts: embedding and ranking models.
 
-config.py    their configuration metadata.py  reads it from GGUF files graph.py     emits their functions
+config.py    their configuration
+metadata.py  reads it from GGUF files
+graph.py     emits their functions
 """

@@ -30,8 +30,7 @@ class ImageSpec:
 
 
 def image_functions(config: VisionConfig, ctx: int) -> list[ImageSpec]:
-    """The functions of an encoder for a decoder with a context of `ctx` tokens: an image has no more tokens than
-    that."""
+    """The functions of an encoder for a decoder with a context of `ctx` tokens: no image has more tokens."""
     each = config.merge**2
 
     def rows(tokens: int) -> int:

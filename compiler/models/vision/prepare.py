@@ -52,8 +52,7 @@ def prepared(config: VisionConfig, stored: Mapping[str, Tensor], path: str) -> T
 
 
 def _check_positions(config: VisionConfig, tensors: Tensors) -> None:
-    """Raises ValueError unless learned positions and class token exist exactly if the configuration says so, in right
-    shapes."""
+    """Raises ValueError unless learned positions and class token exist, in right shapes, exactly if configured."""
     for name, wanted in ((TABLE, config.table), (CLASS, config.class_row), (BREAK, config.breaks)):
         if bool(wanted) != (name in tensors):
             raise ValueError(f"{name} {'is missing' if wanted else 'is not part of such an encoder'}")
@@ -96,8 +95,8 @@ def _vector(tensors: Tensors, name: str) -> None:
 
 
 def _whole_blocks(tensors: Tensors) -> None:
-    """Adds columns of zeros to matrices without whole blocks of columns, and as many rows of zeros to the matrices
-    before them."""
+    """Adds columns of zeros to matrices without whole blocks of columns. For ffn_down, adds as many rows of zeros to
+    the matrices before it and to their biases."""
     for name, tensor in list(tensors.items()):
         columns = tensor.shape[-1]
         if len(tensor.shape) == 2 and (more := -columns % BLOCK):

@@ -28,7 +28,7 @@ from mlc_amd.tools.server.streaming import Encoder, Json, sse
 
 # Anthropic's `thinking.type` -> values of ChatRequest.thinking, in order of preference.
 _THINKING = {"enabled": ("on", "high"), "adaptive": (), "disabled": ("off", "low")}
-# The same for Anthropic's `output_config.effort`, which counts if `thinking` is not given.
+# The same for Anthropic's `output_config.effort`, which counts if `thinking` is not given or adaptive.
 _EFFORTS = LEVELS | {"max": ("high", "on")}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _TEXT = {"type": "text", "text": "", "citations": None}

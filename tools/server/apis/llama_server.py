@@ -85,7 +85,7 @@ async def detokenize(request: Request) -> Response:
 
 
 async def tokenizer_info(request: Request) -> Response:
-    """vLLM's `GET /tokenizer_info`: the special tokens and the chat template of the default model."""
+    """vLLM's `GET /tokenizer_info`: special tokens and chat template of the model that the query names (?model=)."""
     async with service_of(request).library.use(request.query_params.get("model", "")) as model:
         tokenizer = model.engine.tokenizer
         ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}

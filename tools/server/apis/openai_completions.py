@@ -142,8 +142,7 @@ def _top(token: TokenLogprob) -> dict[str, float | None] | None:
 
 
 def _places(prompt: PromptEcho) -> list[int]:
-    """Where a prompt's tokens begin in its text. The text may lack the first tokens, or a space that tokenizing
-    adds."""
+    """Where a prompt's tokens begin in its text, which may lack the first tokens, or a space that tokenizing adds."""
     text, at, characters, found = prompt.text.encode("utf-8", "surrogatepass"), 0, 0, []
     for token in prompt.logprobs:
         found.append(characters)

@@ -97,8 +97,7 @@ def _id(token: Any) -> int:
 
 
 def most_tokens(fields: Fields, least: int = 1) -> int | None:
-    """The limit of an answer's tokens, from the first of its names that is given. None, or -1: the context is the
-    limit."""
+    """The limit of an answer's tokens, from the first of its names that is given. None (also for -1): the context's."""
     name = next((name for name in LIMITS if fields.has(name)), LIMITS[0])
     return None if fields.raw(name) == -1 else fields.whole(name, least)
 

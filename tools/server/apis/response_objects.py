@@ -114,8 +114,7 @@ class Stored:
 
 
 class ResponseStore:
-    """The last responses of all clients, in memory. maker: the beginning of their ids, which distinguishes several
-    stores."""
+    """The last responses of all clients, in memory. maker: the beginning of their ids, different for each store."""
 
     def __init__(self, maker: str = "") -> None:
         self.maker = maker
@@ -130,8 +129,7 @@ class ResponseStore:
             self._size -= self._kept.popitem(last=False)[1].size
 
     def find(self, id: str, client: object, param: str | None = None) -> Stored:
-        """The response with this id. Raises ApiError 404 if it does not exist, was dropped, or belongs to another
-        client."""
+        """The response with this id. Raises ApiError 404 if there is none (any more), or it is another client's."""
         found = self._kept.get(id)
         if found is None or found.client != client:
             raise ApiError(404, f"there is no response {shorten(id)} here", param, "response_not_found")
