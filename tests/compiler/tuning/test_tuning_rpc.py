@@ -361,7 +361,7 @@ def test_wrong_addresses(text):
         ({"tracker": "a:1", "tracker_only": "b:1"}, UsageError, "either --tracker"),
         ({"tracker": "127.0.0.1:1"}, UsageError, "--key KEY is missing"),
         ({"tracker": "127.0.0.1:1", "key": "a b"}, UserError, "one word"),
-        ({"tracker": "no.such.host.invalid", "key": "a"}, UserError, "no way to no.such.host.invalid"),
+        ({"tracker": "no.such.host.invalid", "key": "a"}, UserError, "no.such.host.invalid cannot be reached"),
     ],
 )
 def test_what_cannot_be_served_is_said(arguments, error, message):
