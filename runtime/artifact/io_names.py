@@ -39,14 +39,12 @@ BESIDE = "@"  # suffix of the second copies of these buffers, and of the functio
 
 
 def page_table(span: int) -> str:
-    """The name of the io buffer with the page tables of layers of a span; with span STATE, with the cells of layers
-    that keep a state."""
+    """The name of the io buffer with the page tables of layers of a span, or with the cells of states (STATE)."""
     return CELLS if span == STATE else f"{_TABLES}{span}"
 
 
 def is_kept(name: str) -> bool:
-    """Whether an io buffer usually stays the same for many steps. Devices copy it only after the host has written
-    it."""
+    """Whether an io buffer usually stays the same for many steps. Devices copy it only after the host wrote it."""
     return name.startswith(_TABLES) or name in (CELLS, FEATURES, *_SELDOM, *PATCHES)
 
 
