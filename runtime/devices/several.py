@@ -92,8 +92,7 @@ class SeveralGpus(ABC):
         return min(device.copy_bandwidth() for device in self.stages)
 
     def _check_usable(self) -> None:
-        """Raises MachineError if the device is closed, or if a step has failed: the contents of the KV cache are then
-        unknown."""
+        """Raises MachineError if the device is closed, or after a failed step: the KV cache's contents are unknown."""
         self._alive()
         if self._failed:
             raise MachineError(AFTER_FAILURE) from self._failed

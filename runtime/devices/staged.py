@@ -104,8 +104,7 @@ class StagedDevice(SeveralGpus):
 
     @property
     def in_flight(self) -> int:
-        """How many steps may be started before the caller must wait for the oldest: one for each GPU, and one more that
-        is ready to follow."""
+        """How many steps may be started before the caller must wait for the oldest: one for each GPU, and the next."""
         return len(self.stages) + 1
 
     def write(self, name: str, values) -> None:
@@ -228,8 +227,7 @@ class StagedDevice(SeveralGpus):
         self.waited += time.perf_counter() - begun
 
     def _advance(self) -> bool:
-        """Ends the parts of steps that GPUs have finished, and begins those that can begin. Returns whether there were
-        any."""
+        """Ends the parts of steps that GPUs have finished, begins those that can begin. Returns whether it did any."""
         moved = False
         for stage in reversed(self._stages):  # from the last: a stage is then free when the stage before ends a part
             try:

@@ -168,8 +168,7 @@ class HipDevice(QueuedDevice):
         self._graphs.update(graphs)
 
     def _trials(self, graphs: dict) -> Generator[None, None, dict[str, list[bytes]]]:
-        """{function: results of `_trial`}. The arena is cleared first, because unused rows, too, are sent to other GPUs
-        and compared."""
+        """{function: results of `_trial`}. Clears the arena first, as unused rows are also sent and compared."""
         self.memory.clear("arena")
         found = {}
         for name in self._launches:
@@ -271,8 +270,7 @@ class HipDevice(QueuedDevice):
         self._carried.parts = received, sent
 
     def _numbers(self, function: str, piece: WorkPiece) -> Sequence[int]:
-        """The indices of the launches of a piece; (): of all launches. HIP launches whole grids, so parts are
-        ignored."""
+        """The indices of a piece's launches; all for the piece (). HIP launches whole grids, so parts are ignored."""
         return [part.launch for part in piece] or range(len(self._launches[function]))
 
     def time(self, function: str, meanwhile: Callable[[], None] | None = None) -> list[tuple[str, float, float]]:

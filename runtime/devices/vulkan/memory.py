@@ -27,8 +27,7 @@ MAPPED = api.HOST_VISIBLE | api.HOST_COHERENT
 
 
 class MemoryFlags(NamedTuple):
-    """A condition on a memory type. flags: the property flags that it must have; without: those that it must not
-    have."""
+    """A condition on a memory type: the property flags that it must have, and those that it must not have."""
 
     flags: int
     without: int = 0
