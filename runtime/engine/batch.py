@@ -14,8 +14,7 @@ from mlc_amd.runtime.engine.sampled_rows import GREEDY
 
 
 def reserve(sequence: Sequence, count: int, guesses: int = 0) -> None:
-    """Reserves pages for the next `count` tokens of a sequence, and for guesses. Raises ContextFull if there are
-    none."""
+    """Reserves pages for the next `count` tokens of a sequence, and for guesses. Raises ContextFull without pages."""
     if not sequence.reserve(count, guesses):
         raise ContextFull(
             f"the KV cache has no room for {count + guesses} more tokens beside those of other sequences",
@@ -71,8 +70,7 @@ class Batch:
 
     @property
     def guess_room(self) -> int:
-        """How many guesses each sequence may have in a step. Sequences of models with states share the cells for
-        them."""
+        """How many guesses each sequence may have in a step. Sequences with states share the cells."""
         room = min(sequence.guess_room for sequence in self._sequences)
         return room // len(self._sequences) if self._cache.cells else room
 

@@ -21,8 +21,7 @@ Ids = Sequence[int | str] | np.ndarray  # token ids; a string stands for its ids
 
 
 class _Job:
-    """A text. ids: int32 [tokens]. rows: its results, float32 [answers, features], once it is computed. error: why
-    there are none."""
+    """A text. ids: int32 [tokens]. rows: its results, float32 [answers, features]. error: why there are none."""
 
     def __init__(self, ids: np.ndarray) -> None:
         self.ids = ids

@@ -38,8 +38,7 @@ def _wanted(answers: Iterable[Answer], most: Mapping[Request, int], speculation:
 def watch(
     step: PlannedStep, found: Sequence[ChosenToken], answers: Mapping[Request, Answer], speculation: Speculation
 ) -> None:
-    """To be called after a step without guesses whose tokens are distributed. found: the token of each of its
-    answers."""
+    """Called after a step without guesses whose tokens are distributed. found: the token of each of its answers."""
     tokens = {of: chosen.token for of, chosen in zip(step.answers, found, strict=True) if of in answers}
     singles = [answers[request] for request in tokens]
     speculation.watched(tokens, _wanted(singles, dict.fromkeys(tokens, MOST), speculation))

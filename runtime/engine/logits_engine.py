@@ -113,8 +113,7 @@ class LogitsEngine(Closing):
     # ---- speculation
 
     def own_draft(self) -> OwnDraft:
-        """The drafter that was trained for the model and compiled with it (such as MTP layers). Raises UserError if
-        there is none."""
+        """The drafter that was compiled with the model (such as MTP layers). Raises UserError if there is none."""
         return OwnDraft(self._runner, self.artifact.manifest["name"], self.config["draft"])
 
     def speculate(self, drafter: Drafter | None) -> None:

@@ -61,8 +61,7 @@ def score(logits: np.ndarray, token: int, count: int) -> TokenScore:
 
 
 async def computed(loop: StepLoop, ids: list[int], count: int, client: Hashable) -> list[TokenScore]:
-    """The scores of all tokens but the first, computed by a background thread. Raises QueueFull, ContextFull,
-    UserError."""
+    """The scores of all tokens but the first, by a background thread. Raises QueueFull, ContextFull, UserError."""
     if len(ids) < 2:
         return []
     events, ended = asyncio.get_running_loop(), asyncio.Event()
