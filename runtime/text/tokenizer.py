@@ -207,8 +207,7 @@ class Tokenizer:
         return any(self._backend.token_to_id(name) is not None for name in (text, MARK + text))
 
     def token_text(self, token: int) -> str:
-        """The token as it is written in the vocabulary ("Ġthe", "▁the", "<0x0A>"). Raises UserError for an unknown
-        id."""
+        """The token as written in the vocabulary ("Ġthe", "▁the", "<0x0A>"). Raises UserError for an unknown id."""
         text = self._backend.id_to_token(token) if 0 <= token < self.vocab_size else None
         if text is None:
             raise UserError(f"token id {token} is outside the vocabulary: ids go from 0 to {self.vocab_size - 1}")
