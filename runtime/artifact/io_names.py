@@ -26,10 +26,10 @@ FEATURES = "features"  # io buffer with the rows of images, which most steps do 
 # (`launches_before_late`).
 LATE = ("sampling", *_SELDOM)
 SLOTS = 64  # rows of a page table: largest number of sequences of a step
-# Buffers with a row for each row of a step (PER_ROW), or for each row of logits (PER_ANSWER). A function uses the first
-# rows, as many as it has rows or logits. Kernels take all other buffers whole.
 # encoders of texts: first row and end of the text of each row (segments), of the rows of each answer (pooled)
 PACKED = ("segments", "pooled")
+# Buffers with a row for each row of a step (PER_ROW), or for each row of logits (PER_ANSWER). A function uses the first
+# rows, as many as it has rows or logits. Kernels take all other buffers whole.
 PER_ROW = ("tokens", "rows", "sources", "places", FEATURES, *PATCHES, "pooled")
 PER_ANSWER = ("logits", "sampling", "changes", "allowed", "sampled", "logprobs", ENCODED)
 

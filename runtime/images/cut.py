@@ -131,7 +131,7 @@ def grid(picture: Image, of: Parameters) -> Tiles:
 
 
 def slices(picture: Image, of: Parameters) -> Tiles:
-    """MiniCPM-V: the whole picture, and up to nine slices of about its shape."""
+    """MiniCPM-V: the whole picture and, unless it is small, up to nine slices of about the same shape."""
     size, side = picture.size, of.side
     shaped = of.step == 2 * of.patch and size[0] * size[1] <= side * side
     if shaped or max(size) <= side:

@@ -88,7 +88,7 @@ def divisible(length: int, step: int) -> int:
 
 
 def resized_to(size: Size, side: int, step: int, enlarge: bool) -> Size:
-    """About side x side pixels in the picture's shape. A smaller picture is only resized if `enlarge`."""
+    """About side x side pixels in the picture's shape. A smaller picture only grows so far if `enlarge`."""
     width, height = size
     if width * height > side * side or enlarge:
         shape = _f(width) / _f(height)

@@ -177,8 +177,8 @@ class HipDevice(QueuedDevice):
 
     def _trial(self, function: str, graphs: dict) -> Generator[None, None, list[bytes]]:
         """Computes a few steps with different tokens and positions, by a graph if `graphs` has the function. Returns
-        the bytes of each step's results: logits, and the data for other GPUs. A step has a chunk if the function has
-        one, otherwise single rows, all of one sequence."""
+        the bytes of each step's results: logits, and the data for other GPUs. The rows of all steps are consecutive in
+        one sequence: single rows, then a chunk, as far as the function has these."""
         entry, vocab = self.manifest["functions"][function], self.manifest["model"]["vocab"]
         if is_encoder(function):
             self.write("state", (0, entry["rows"], 0, 0))
@@ -229,8 +229,7 @@ class HipDevice(QueuedDevice):
         return self._run(function, {} if plain else self._graphs)
 
     def _run(self, function: str, graphs: dict) -> Iterator[None]:
-        """Runs a function, by its graph if `graphs` has one and the step is not long. The iterator pauses before each
-        wait for a piece."""
+        """Runs a function, by its graph if `graphs` has one and the step is not long. Pauses before each wait."""
         self._send_inputs(function)
         part = self._carried.parts[1]
         for piece in self.pacer.pieces(function) or ((),):
