@@ -47,8 +47,7 @@ class Needs:
 
     def tokens(self, room: int, layers: int = 0) -> int:
         """The largest capacity, in tokens, with which everything fits `room` bytes; at most `longest`, 0 if none fits.
-        Windowed layers never keep more than their window, so the result is too small if the capacity exceeds the
-        window."""
+        Windowed layers never keep more than their window, so the result is too small beyond that."""
         if self.token == 0:
             return self.longest if self.device(layers) <= room else 0
         most = self.context + (room - self.device(layers)) // self.token

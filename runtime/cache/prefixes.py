@@ -95,8 +95,7 @@ class PrefixIndex:
     ) -> int:
         """The largest n for which a sequence can begin with the pages of digests[:n]: groups with span 0 must have all
         of these pages, windowed groups those that rows after n pages attend to. states: there must also be a state
-        after them. elsewhere: tells for a digest and a span whether a page that is not indexed can be obtained
-        otherwise."""
+        after them. elsewhere: whether a page of a digest and a span that is not indexed can be obtained otherwise."""
         groups = self.pools.keys() - (set() if states else {STATE})
         best, runs = 0, dict.fromkeys(groups, 0)  # the number of consecutive pages before n
         for n, known in enumerate(digests, 1):

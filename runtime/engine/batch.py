@@ -86,9 +86,8 @@ class Batch:
     def decode(self, ids: SequenceOf[int], count: int, ahead: bool = True) -> list[list[int]]:
         """Appends `count` tokens to each sequence: the given one, then the most likely one each time. Returns them.
 
-        ahead: steps start as they do for answers. Each step starts while the step before is in progress, if the device
-        can do that. With several GPUs that have layers each, sequences are divided into as many groups, each with steps
-        of its own."""
+        ahead: steps start as they do for answers: each one while the step before is in progress, if the device can do
+        that. With several GPUs that have layers each, as many groups of sequences have steps of their own."""
         runner, sequences = self._runner, self._sequences
         if not (ahead and self.can_start_ahead):
             for _ in range(count):
@@ -115,8 +114,7 @@ class Batch:
 
     def verify(self, ids: SequenceOf[SequenceOf[int]], kept: SequenceOf[int]) -> list[int]:
         """Computes several tokens of each sequence in one step, `rows` in total at most, and keeps the first `kept` of
-        each sequence: like a step with guesses of which some are right. Returns the most likely token after each
-        row."""
+        each, like a step with guesses of which some are right. Returns the most likely token after each row."""
         for sequence, tokens in zip(self._sequences, ids, strict=True):
             reserve(sequence, 1, len(tokens) - 1)
         self._cache.assign_slots(self._sequences)

@@ -52,8 +52,7 @@ class Conversation:
     the model's template does not support it.
 
     format: the format of thinking and answer in the model's output. dropped: number of messages removed so far.
-    constrain: a function that makes the `constraint` of an answer (`Engine.generate`) from the rendered prompt, or
-    None.
+    constrain: None, or a function that makes an answer's `constraint` (`Engine.generate`) from the rendered prompt.
     """
 
     constrain: Callable[[str], Callable[[], Constraint]] | None = None

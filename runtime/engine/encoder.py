@@ -34,9 +34,8 @@ class _Job:
 
 
 class Encoder(Closing):
-    """A loaded embedding or ranking model on a device. It is a context manager that closes it. Several threads may use
-    it. context: largest number of tokens of a text. features: length of a vector. sizes: (rows, name) of each function,
-    ascending."""
+    """A loaded embedding or ranking model on a device, a context manager that closes it. Several threads may use it.
+    context: largest number of tokens of a text. features: length of a vector. sizes: (rows, function), ascending."""
 
     kv_usage = KvUsage(0, 0)
 

@@ -1,6 +1,5 @@
-"""The arguments and results of a generation, which engines, conversations and commands share: checks of arguments
-(those of sampling are in sampling/settings.py, those of messages in text/messages.py), `Piece`, `Stats` and
-`ContextFull`."""
+"""The arguments and results of a generation, which engines, conversations and commands share: `Piece`, `Stats`,
+`ContextFull`, checks of arguments (of sampling: sampling/settings.py; of messages: text/messages.py)."""
 
 import math
 from collections.abc import Callable, Collection, Sequence

@@ -121,8 +121,7 @@ class StoredPages:
 
     def _snapshot(self, sequence: TokenSequence) -> list[tuple[PrefixDigest, int, int]]:
         """For a model with states: the last indexed state at the end of a page, other than the sequence's own, as
-        (digest, STATE, cell), or nothing. It is useful for other prompts with a common beginning. Its cell is
-        retained."""
+        (digest, STATE, cell), or nothing; useful for other prompts with a common beginning. Retains its cell."""
         index = self._cache.index
         for known in reversed(sequence.chain(sequence.computed // PAGE) if sequence.state else []):
             cell = index.page(known, STATE)

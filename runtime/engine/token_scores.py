@@ -1,6 +1,5 @@
-"""Computes the probability of each token of a prompt given the tokens before it. `TokenScores` is a scoring that
-reduces logits to scores after each step, because the logits of a whole prompt may take gigabytes. `computed` is for
-asyncio."""
+"""Computes the probability of each token of a prompt given the tokens before it. `TokenScores` reduces logits to scores
+after each step, as the logits of a whole prompt may take gigabytes. `computed` is for asyncio."""
 
 import asyncio
 from collections.abc import Callable, Hashable

@@ -1,5 +1,4 @@
-"""The projectors of image encoders: how each one cuts a picture, how many tokens a tile becomes, and the texts around
-tiles.
+"""The projectors of image encoders: how each cuts a picture, how many tokens a tile becomes, the texts around tiles.
 
 In: the manifest's entry of the encoder: {"projector": a name of `PROJECTORS`, "metadata": values of the mmproj file by
 key, "positions": "sequence" or "grid"}. Out: `Preparation.pieces`: the texts and tiles of a picture.

@@ -1,7 +1,6 @@
 """Times the candidates of one workload side by side, under the conditions of a running model.
 
-In: a backend (`vulkan.py`, `hip.py`, `cpu.py`) and candidates of one group. Out: a result for each candidate, a dict of
-JSON values:
+In: a backend (`vulkan.py`, `hip.py`, `cpu.py`) and candidates of one group. Out: for each a result, with JSON values:
 
     seconds     of a call: the mean over its cases of each case's median
     runs        the same for each repetition, in order

@@ -71,8 +71,7 @@ def _with_marks(text: Traced, image: str) -> Traced:
 
 
 class ChatTemplate:
-    """The chat template of a model. Without one, the plain dialogue `FALLBACK`; `is_fallback` is then True.
-    Thread-safe.
+    """The chat template of a model; the plain dialogue `FALLBACK` if it has none (`is_fallback`). Thread-safe.
 
     source: the template's text    tokens: {"bos_token": text, ...}, "" where the model has no such token
     The template is compiled at its first use. If that fails, all methods that use it raise UserError.

@@ -113,8 +113,7 @@ class Tokenizer:
                        all their characters are own. Otherwise they are plain text. User-defined tokens, which have no
                        control function, always become tokens.
 
-        Raises UserError for invalid Unicode, for a text that the library cannot tokenize, and if the model has no
-        tokenizer.
+        Raises UserError for invalid Unicode, for texts that the library cannot tokenize, and without a tokenizer.
         """
         try:
             text.encode()

@@ -273,9 +273,8 @@ class HipDevice(QueuedDevice):
         return [part.launch for part in piece] or range(len(self._launches[function]))
 
     def time(self, function: str, meanwhile: Callable[[], None] | None = None) -> list[tuple[str, float, float]]:
-        """Runs a function with an event before and after each launch. Returns (kernel, seconds, seconds since the end
-        of the launch before) of each launch. Gaps are longer than in a graph. meanwhile: called once the GPU
-        computes."""
+        """See the protocol. Runs a function with an event before and after each launch. Gaps are longer than in a
+        graph. meanwhile: called once the GPU computes."""
         with self._usable(f"running {function}"):
             return self._time(function, meanwhile)
 

@@ -108,8 +108,7 @@ class VulkanGpu:
 
 class Instance(Closing):
     """An open Vulkan instance. gpus: its devices; handles: by `VulkanGpu.index`, the handle of each physical device. It
-    is a context manager; `close` may be called twice. Raises UserError if there is no loader, no driver or no
-    device."""
+    is a context manager; `close` may be called twice. Raises UserError without a loader, a driver or a device."""
 
     def __init__(self):
         get, library = api.open_loader()
