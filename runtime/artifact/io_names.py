@@ -33,7 +33,7 @@ PACKED = ("segments", "pooled")
 PER_ROW = ("tokens", "rows", "sources", "places", FEATURES, *PATCHES, "pooled")
 PER_ANSWER = ("logits", "sampling", "changes", "allowed", "sampled", "logprobs", ENCODED)
 
-# Further io buffers that belong to one step. Where a chunk is computed beside the next one, each exists twice.
+# Io buffers that belong to one step: where a chunk is computed beside the next one, each exists twice.
 OF_STEP = ("state", "answers", "tokens", "rows", "sources", "places")
 BESIDE = "@"  # suffix of the second copies of these buffers, and of the functions for such chunks
 

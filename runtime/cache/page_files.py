@@ -35,7 +35,7 @@ ABOUT = "about.json"
 HEADER = struct.Struct("<8s16sQ32s")  # magic, key, number of bytes, checksum
 _MAGIC = b"mlcpage1"
 _TEMPORARY = ".tmp"
-_ABANDONED = 600.0  # seconds after which a temporary file was left by a killed process: a write takes far less
+_ABANDONED = 600.0  # seconds after which a temporary file counts as left by a killed process: a write takes far less
 _ROOM = 16  # at least 1 / _ROOM of the limit is freed at a time
 _BLOCK = 4096  # bytes of a block of the file system
 
