@@ -32,7 +32,7 @@ class CallArguments:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """A call has ended. complete: False if its arguments are incomplete or malformed, and so are no JSON."""
+    """A call has ended. complete: False if its arguments are incomplete or malformed, so that they are not JSON."""
 
     number: int
     complete: bool = True

@@ -146,7 +146,7 @@ def common_kv_types(manifest: Mapping, devices: Sequence[Any]) -> dict[str, tupl
 class _Opening:
     """A thread that opens devices, one after the other.
 
-    It never ends: a driver registers code that runs at the end of threads that used it, when it may be unloaded.
+    It never ends: a driver registers code for the end of threads that used it, and may be unloaded by then.
     """
 
     _idle: ClassVar[list["_Opening"]] = []

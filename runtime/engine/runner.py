@@ -25,7 +25,7 @@ _SCORED = 64  # rows whose logits are read at once; with a large vocabulary, the
 
 
 class Runner:
-    """Runs steps of an artifact on `device`. cache: allocates its pages. images: those encoded, for chunks."""
+    """Runs steps of an artifact on `device`. cache: allocates its pages. images: encoded images, for chunks."""
 
     def __init__(self, artifact, device, cache: KvCache, images: Features | None = None) -> None:
         self.device, self.cache = device, cache

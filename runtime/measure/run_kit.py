@@ -1,4 +1,4 @@
-"""Measures a kit, a folder of candidates from `mlc-amd tune --export-kit`, elsewhere. Needs only Python and numpy.
+"""Measures a kit (candidates from `mlc-amd tune --export-kit`) on another machine. Needs only Python and numpy.
 
     kit.json      format 2, id, target, arch, model; candidates {name: {"reference", ..}}: reference is the untuned
                   kernel of the same workload ("" for the untuned kernel itself)
