@@ -99,9 +99,9 @@ class Counts(NamedTuple):
 
 
 class Speculation:
-    """Before each step without a chunk, call `drafts`; after it `completed`, and `followed` if the drafter followed it.
-    While `resting` is not 0, call `rested` after the step and then `watched` instead. rows: the largest number of rows
-    of a step."""
+    """Before each step without a chunk, call `drafts`; after it `completed`. While `resting` is not 0, call `rested`
+    after the step and then `watched` instead. After each step during which no other one starts, also one with a chunk,
+    call `follow`. rows: the largest number of rows of a step."""
 
     def __init__(self, drafter: Drafter, rows: int, most: int = MOST) -> None:
         self.drafter, self._rows, self._most = drafter, rows, most
