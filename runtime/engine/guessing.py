@@ -52,8 +52,8 @@ def learn(
     guess_s: float,
     step_s: float,
 ) -> None:
-    """To be called after a step with guesses. found: the chosen tokens of each answer. guess_s, step_s: seconds that
-    the guesses and the step took."""
+    """To be called after a step for which `guess` was called, with guesses or without. found: the chosen tokens of each
+    answer. guess_s, step_s: seconds that the guesses and the step took."""
     drafts = {request: drafts for (request, _), drafts in zip(step.singles, step.drafts, strict=True) if drafts}
     counts = {request: len(tokens) for (request, _), tokens in zip(step.singles, found, strict=True)}
     speculation.completed(drafts, counts, guess_s, step_s)
