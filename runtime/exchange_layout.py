@@ -51,9 +51,8 @@ def joint_params(of: Sequence[Sequence[T]]) -> list[T]:
 
 
 def boxes(parts: int, peers: bool) -> tuple[str, ...]:
-    """The names of the parameters that an exchanging kernel has in addition to the parameters of the kernels that it
-    replaces. parts: number of ranks. peers: whether the kernel writes to the other ranks' inboxes itself, without a
-    relay."""
+    """The names of the parameters that an exchanging kernel has besides those of the kernels that it replaces. parts:
+    number of ranks. peers: whether the kernel writes to the other ranks' inboxes itself, without a relay."""
     return "inbox", *(f"outbox{i}" for i in range(parts - 1 if peers else 1)), "control"
 
 

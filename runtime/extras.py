@@ -61,8 +61,7 @@ def require(module: str) -> None:
 
 
 def extras() -> list[dict[str, object]]:
-    """For each extra: `extra`, its name; `packages`, its installed packages; `missing`, its other packages: name to
-    purpose."""
+    """For each extra: `extra`, its name; `packages`, those installed; `missing`, the others: name to purpose."""
     found = []
     for extra in dict.fromkeys(package.extra for package in PACKAGES.values()):
         packages = {module: package for module, package in PACKAGES.items() if package.extra == extra}

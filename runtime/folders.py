@@ -29,8 +29,7 @@ def cache_directory() -> Path:
 
 
 def unwritable(path: Path, error: OSError, elsewhere: str) -> str:
-    """The message for an error while writing to `path`. elsewhere: the advice, to which "free some space" is added if
-    the disk is full."""
+    """The message for an error while writing to `path`. elsewhere: the advice; a full disk adds "free some space"."""
     room = "free some space or " if error.errno in FULL else ""
     return f"cannot write {path}: {error.strerror or error}; {room}{elsewhere}"
 

@@ -166,7 +166,7 @@ class DeviceKind:
     # how the components of these are distributed over lanes: a key of DISTRIBUTIONS in runtime/matrix_lanes.py
     lane_unit: str = ""
     lds: int = 32 * KIB  # bytes of shared memory that a workgroup may have
-    threads: int = 256  # largest number of threads of a workgroup
+    threads: int = 256  # largest number of threads of a workgroup that kernels use
     # the same for kernels of the layout "lanes" (schedules/gpu/linear/gemm_lanes.py); 0: `threads`
     lane_threads: int = 0
     push: int = 256  # bytes of push constants; further arguments are read from memory
@@ -254,7 +254,6 @@ def limits(gpu: Chip | DeviceKind, device: str = "") -> Limits:
 
 
 def limits_of(arch: str, device: str = "") -> Limits:
-    """`limits` by name: of a chip, or of a kind with changes (rdna3:wave=64). Unknown names get limits without
-    figures."""
+    """`limits` by name: of a chip, or of a kind with changes (rdna3:wave=64). No figures for unknown names."""
     gpu = CHIPS.get(arch) or DEVICE_KINDS.get(arch.partition(":")[0])
     return limits(gpu, device) if gpu else Limits(0.0, {})

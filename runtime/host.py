@@ -23,8 +23,7 @@ def available_threads() -> int:
 
 
 def selected_threads(device: str | None) -> int:
-    """The number of threads for a CPU from the value of `--device`; None: all cores. Raises UserError if it is no
-    positive number."""
+    """The number of threads from `--device` for a CPU; None: all cores. Raises UserError for no positive number."""
     if device is None:
         return available_threads()
     if not str(device).isdecimal() or int(device) == 0:
@@ -42,8 +41,7 @@ def last_level_cache() -> int:
 
 
 def available_memory() -> int:
-    """Bytes that can be allocated without swapping: Linux's estimate, limited by the control group; 0 if neither is
-    known."""
+    """Bytes to allocate without swapping: Linux's estimate, limited by the control group; 0 if neither is known."""
     found = []
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())

@@ -35,7 +35,7 @@ class LimitExceeded(Exception):
 class LimitedProcess:
     """The child process. It is started on first use, and again after it has ended. Thread-safe.
 
-    module: has a function `open_work(opening)`, which returns the answer to the opening, and a function that answers
+    module: its function `open_work(opening)` returns a pair: the answer to the opening, and a function that answers
     requests. seconds: processor time for one request. opening_seconds: the same for the opening; 0: `seconds`. memory:
     bytes, in addition to those of Python and its modules.
     """
@@ -139,8 +139,7 @@ def _end(process: subprocess.Popen[bytes], ended: Callable[[], object]) -> None:
 
 
 def main() -> None:
-    """The program of the child process. Arguments: module, seconds for the opening, seconds for a request, bytes of
-    memory."""
+    """The program of the child process. Arguments: module, seconds for the opening and for a request, bytes."""
     module, opening_seconds, seconds, memory = sys.argv[1:]
     open_work = importlib.import_module(module).open_work
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -109,8 +109,7 @@ def keywords(group: Callable[P, Group]) -> Callable[[Callable[[Group], Result]],
 
 
 class Checked:
-    """A group that checks its values when it is made. Raises UsageError if a number is out of range, or a name is not
-    one of those possible."""
+    """A group that checks its values when it is made. Raises UsageError for a number out of range or unknown name."""
 
     def __post_init__(self) -> None:
         for name, (kind, option) in described(type(self)).items():
@@ -229,8 +228,7 @@ class CompileOptions(RopeOptions, TargetOptions):
 
     @property
     def parts(self) -> int:
-        """The number of GPUs that each tensor is divided between; 1 with --split layer. Raises UsageError if the number
-        is missing."""
+        """The number of GPUs that each tensor is divided between; 1 with --split layer. UsageError if it is missing."""
         if self.split == "layer":
             if self.gpus is not None:
                 raise UsageError("--gpus is for --split tensor; --devices says which GPUs share a model by layers")

@@ -13,8 +13,7 @@ CLOSED = "this engine is closed: load the model again"
 
 @dataclass(eq=False)
 class _Waiter:
-    """A thread in the queue for the lock. wake: notified when the thread must check again. ready: whether it no longer
-    needs the lock."""
+    """A thread in the queue for the lock. wake: tells it to check again. ready: whether it needs the lock no more."""
 
     wake: threading.Condition
     ready: Callable[[], bool]

@@ -3,9 +3,8 @@
     manifest.json         model, target, context, plan, KV cache, checksums
     kernels.so            compiled kernels (cpu)
     relay.bin             host machine code of the relay between GPUs that share a model by tensor
-    weights.safetensors   packed weights, every tensor aligned to 64 bytes; devices map or read the file. An artifact
-                          without weights has only the vectors. It is the same at every context, so artifacts may
-                          share the file.
+    weights.safetensors   packed weights, every tensor aligned to 64 bytes; devices map or read the file. It is the same
+                          at every context, so artifacts may share it. An artifact without weights has only the vectors.
     tables.safetensors    tables by position
     tokenizer.json, tokenizer_config.json
 
@@ -37,8 +36,7 @@ _FILES = (MANIFEST, WEIGHTS, TABLES, "kernels[.-]*", RELAY, "tokenizer.json", "t
 
 
 def source_id(path: str | Path) -> str:
-    """The id of a source file in the manifest's `source`: a digest of its path, as several files may have the same
-    name."""
+    """The id of a source file in the manifest's `source`: a digest of its path, as file names may be equal."""
     return hashlib.sha256(os.fsencode(Path(path).resolve())).hexdigest()[:16]
 
 
@@ -85,7 +83,8 @@ def _replace(path: Path, new: Path) -> None:
 
 
 def check_output(path: Path) -> None:
-    """Raises UserError if `path` exists and is not an earlier artifact, which may be replaced."""
+    """Raises UserError if no artifact may be written to `path`. Only an earlier artifact without other files may be
+    replaced, and not if the current directory is in it."""
     _check_name(path)
     if not path.exists():
         return
@@ -102,8 +101,7 @@ def check_output(path: Path) -> None:
 
 
 def _check_name(path: Path) -> None:
-    """Raises UserError for a path that is not UTF-8: libraries that read and write an artifact's files do not accept
-    it."""
+    """Raises UserError for a path that is not UTF-8: libraries for an artifact's files do not accept it."""
     try:
         os.path.realpath(path).encode()
     except UnicodeEncodeError:

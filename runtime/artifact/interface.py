@@ -22,8 +22,7 @@ _PLAN = ("context", "page", "functions", "arena_bytes", "io", "kv", "tensors")  
 
 
 def digest(manifest: Mapping[str, Any], arch: str) -> str:
-    """The digest for the kernels of one arch. The manifest must have plain JSON values, whose strings are of type
-    str."""
+    """The digest for the kernels of one arch. The manifest must have plain JSON values: its strings are of type str."""
     target = manifest["target"]
     needs = [target.get("flags"), target.get("needs", {}).get(arch), manifest["launches"].get(arch)]
     plan = [manifest["model"]["vocab"], *(manifest[key] for key in _PLAN)]

@@ -26,27 +26,25 @@ FEATURES = "features"  # io buffer with the rows of images, which most steps do 
 # (`launches_before_late`).
 LATE = ("sampling", *_SELDOM)
 SLOTS = 64  # rows of a page table: largest number of sequences of a step
-# Buffers with a row for each row of a step (PER_ROW), or for each row of logits (PER_ANSWER). A function uses the first
-# rows, as many as it has rows or logits. Kernels take all other buffers whole.
 # encoders of texts: first row and end of the text of each row (segments), of the rows of each answer (pooled)
 PACKED = ("segments", "pooled")
+# Buffers with a row for each row of a step (PER_ROW), or for each row of logits (PER_ANSWER). A function uses the first
+# rows, as many as it has rows or logits. Kernels take all other buffers whole.
 PER_ROW = ("tokens", "rows", "sources", "places", FEATURES, *PATCHES, "pooled")
 PER_ANSWER = ("logits", "sampling", "changes", "allowed", "sampled", "logprobs", ENCODED)
 
-# Further io buffers that belong to one step. Where a chunk is computed beside the next one, each exists twice.
+# Io buffers that belong to one step: where a chunk is computed beside the next one, each exists twice.
 OF_STEP = ("state", "answers", "tokens", "rows", "sources", "places")
 BESIDE = "@"  # suffix of the second copies of these buffers, and of the functions for such chunks
 
 
 def page_table(span: int) -> str:
-    """The name of the io buffer with the page tables of layers of a span; with span STATE, with the cells of layers
-    that keep a state."""
+    """The name of the io buffer with the page tables of layers of a span, or with the cells of states (STATE)."""
     return CELLS if span == STATE else f"{_TABLES}{span}"
 
 
 def is_kept(name: str) -> bool:
-    """Whether an io buffer usually stays the same for many steps. Devices copy it only after the host has written
-    it."""
+    """Whether an io buffer usually stays the same for many steps. Devices copy it only after the host wrote it."""
     return name.startswith(_TABLES) or name in (CELLS, FEATURES, *_SELDOM, *PATCHES)
 
 

@@ -19,8 +19,7 @@ LARGEST = 256 << 20  # largest size of a file in bytes; a vocabulary of 200,000 
 
 @contextmanager
 def open_file(path: Path) -> Iterator[BinaryIO]:
-    """Opens a regular file for reading. Raises UserError for anything else, such as a pipe, which might block, and for
-    system errors."""
+    """Opens a regular file for reading. Raises UserError for other files (a pipe might block) and system errors."""
     try:
         with open(path, "rb", opener=_open) as file:
             yield file

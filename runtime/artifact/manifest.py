@@ -196,8 +196,8 @@ class ManifestKernel(TypedDict):
 
 
 class DeviceLaunch(TypedDict):
-    """One launch of a call of a kernel. units: those that multiply in its code. code, writes, table: only for
-    Vulkan."""
+    """One launch of a call of a kernel. units: those that multiply in its code. code: [offset, bytes] in the library's
+    file; without it the whole file. writes, table: only for Vulkan."""
 
     symbol: _Name
     grid: _Grid
@@ -233,8 +233,7 @@ class FormatTotals(TypedDict):
 
 
 class FileFacts(TypedDict):
-    """header: checksum of a safetensors header. Opening an artifact always checks it; all of the weights only on
-    request."""
+    """header: checksum of a safetensors header. It is always checked; the sha256 of weights only on request."""
 
     bytes: _Count
     sha256: _Digest

@@ -62,8 +62,7 @@ class ManifestFault(Exception):
 
 
 def check(manifest: Manifest, tensors: Mapping[str, Mapping]) -> None:
-    """Raises ManifestFault for the first inconsistency. tensors: the header of the weights, as in a safetensors
-    file."""
+    """Raises ManifestFault for the first inconsistency. tensors: the header of the weights, as in safetensors."""
     _check_files(manifest)
     _check_functions(manifest)
     _check_io(manifest)

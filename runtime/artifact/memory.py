@@ -34,8 +34,7 @@ class Needs:
     copies: int = 0  # host memory for the GPU host's own copies of the io buffers
 
     def in_host_memory(self) -> "Needs":
-        """The needs on a device that uses the host's memory: the host's copies count, and experts cannot be kept
-        elsewhere."""
+        """The needs on a device that uses the host's memory: copies count, and experts cannot be kept elsewhere."""
         return replace(self, buffers=self.buffers + self.copies, experts=(), copies=0)
 
     def host(self, layers: int) -> int:
@@ -48,16 +47,14 @@ class Needs:
 
     def tokens(self, room: int, layers: int = 0) -> int:
         """The largest capacity, in tokens, with which everything fits `room` bytes; at most `longest`, 0 if none fits.
-        Windowed layers never keep more than their window, so the result is too small if the capacity exceeds the
-        window."""
+        Windowed layers never keep more than their window, so the result is too small beyond that."""
         if self.token == 0:
             return self.longest if self.device(layers) <= room else 0
         most = self.context + (room - self.device(layers)) // self.token
         return max(min(most, self.longest) // CONTEXT_STEP * CONTEXT_STEP, 0)
 
     def layers_on_host(self, room: int) -> int | None:
-        """The least number of first layers whose experts must stay in host memory to fit `room` bytes; None if none is
-        enough."""
+        """The least number of first layers whose experts must stay in host memory to fit `room` bytes, or None."""
         return next((n for n in range(len(self.experts) + 1) if self.device(n) <= room), None)
 
     def gpus(self, room: int) -> int | None:
@@ -76,8 +73,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Room:
-    """A device's memory. bytes: its size. usable: bytes that a plan may use. shared: whether it is the host's
-    memory."""
+    """A device's memory. bytes: its size. usable: bytes that a plan may use. shared: whether it is the host's."""
 
     name: str
     bytes: int
@@ -116,8 +112,8 @@ def nbytes(entry: Mapping) -> int:
 
 
 def on_host(tensors: Iterable[str], layers: int) -> frozenset[str]:
-    """The names of the experts' matrices of the first `layers` layers. Raises UserError for a negative number, or if a
-    model has no experts."""
+    """The names of the experts' matrices of the first `layers` layers. Raises UserError for a negative number, and for
+    a positive one if there are no experts."""
     if layers < 0:
         raise UserError(f"--n-cpu-moe is {layers}: it must not be negative")
     experts = {name: int(found[1]) for name in tensors if (found := EXPERTS.match(name))}

@@ -1,5 +1,4 @@
-"""Random weights for artifacts without weights. Benchmarks need the right shapes and finite numbers, not a trained
-model.
+"""Random weights for artifacts without weights. Benchmarks need right shapes and finite numbers, no trained model.
 
 In: the manifest's `tensors`, {name: {"dtype", "shape", "draw"}}, and the file with the vectors (norms, biases). Out:
 `RandomWeights`, which devices use like the weights file. A draw is the distribution of a plane:

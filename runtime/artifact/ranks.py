@@ -35,8 +35,7 @@ SENT, RECEIVED = "X", "P"  # parameters of these operators: the result of this G
 
 
 def rank_artifact(artifact, rank: int, inline: bool = False) -> PartArtifact:
-    """The part of one rank. inline: whether kernels exchange parts while they run, where there are exchanging
-    kernels."""
+    """The part of one rank. inline: whether kernels exchange parts while they run, if there are exchanging kernels."""
     sizes = {name: size for name, (_, size) in artifact.weights.places.items()}
     tensors = _tensors(sizes, rank)
     return PartArtifact(artifact, _part(_Cutter(artifact.manifest, rank, inline), tensors, sizes), tensors)
@@ -135,8 +134,7 @@ class _Cutter:
         self._exchanges = {name for name, kernel in self._kernels.items() if _is_exchange(kernel)}
 
     def uses(self, kernel: str) -> bool:
-        """Whether launches of the part may use that kernel. An exchanging kernel and the kernel that it replaces
-        exclude each other."""
+        """Whether launches of the part may use that kernel: an exchanging kernel, or the one that it replaces."""
         if kernel.startswith(EXCHANGING):
             return kernel in self._words
         return EXCHANGING + kernel not in self._words

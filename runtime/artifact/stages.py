@@ -153,8 +153,8 @@ def _count(manifest: Manifest) -> int:
 
 
 def _layers(function: ManifestFunction) -> list[int]:
-    """The layer of each launch: the smallest layer whose tensors it has, or that of the launch before. (A launch may
-    also have the norm of the next layer, so the smallest counts.)"""
+    """The layer of each launch: the smallest layer whose tensors it has (it may also have the norm of the next layer),
+    but not less than the layer of the launch before."""
     layer, found = BEFORE, []
     for launch in function["launches"]:
         named = [int(match[1]) for _, where, *_ in launch["args"] if (match := _LAYER.match(str(where)))]

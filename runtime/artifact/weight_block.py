@@ -42,8 +42,8 @@ class TensorSpec:
 
 class WeightBlock(ABC):
     """All weights as one block of bytes, which devices map or copy. header: as in safetensors, {name: {"dtype",
-    "shape", "data_offsets": [begin, end]}}, with offsets into the block. Every tensor begins at a multiple of 64
-    bytes. total: size of the block in bytes."""
+    "shape", "data_offsets": [begin, end]}}, with offsets into the block. Every tensor begins at a multiple of 64 bytes.
+    total: size of the block in bytes."""
 
     def __init__(self, header: dict[str, dict]):
         self.header = header

@@ -80,8 +80,7 @@ class Weights(WeightBlock):
                 raise UserError(f"{self._path} was cut off after it was opened; {ADVICE}")
             done += count
         if not keep:
-            # From the file's beginning: otherwise pages at the borders of pieces would stay, if a neighbour was being
-            # read.
+            # From the file's beginning: pages at the borders of pieces stay while a neighbour is being read.
             os.posix_fadvise(self._file, 0, begin + done, os.POSIX_FADV_DONTNEED)
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -108,8 +107,7 @@ class _Entry(TypedDict):
 
 
 def _fault(header: Mapping[str, _Entry], nbytes: int) -> str:
-    """The error of a header for a file with `nbytes` bytes of tensors; "" if there is none. Tensors must be contiguous
-    and fill the file."""
+    """The error of a header for `nbytes` bytes of tensors, which must be contiguous; "" if there is none."""
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, stop = entry["data_offsets"]

@@ -10,8 +10,7 @@ KvTypes = dict[str, tuple[tuple[int, ...], str]]
 
 
 def kv_types(manifest: Mapping, pages: Mapping[int, int] | None = None) -> KvTypes:
-    """The shape and dtype of each tensor. pages: number of pages by span; None: as many as one sequence of full length
-    needs."""
+    """The shape and dtype of each tensor. pages: by span; None: as many as one sequence of full length needs."""
     found = {}
     for entry in manifest["kv"]:
         shape = tuple(entry["shape"])

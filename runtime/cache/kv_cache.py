@@ -78,8 +78,7 @@ class KvCache:
         return self.context if span and pages >= seen_pages(span) else pages * PAGE
 
     def holds(self, count: int, tokens: int) -> bool:
-        """Whether an empty cache has pages and cells for `count` sequences of `tokens` tokens that decode at the same
-        time."""
+        """Whether an empty cache has pages and cells for `count` sequences of `tokens` tokens that decode together."""
         whole = -(-tokens // PAGE)
         needed = {span: min(whole, seen_pages(span) + 1) if span else whole for span in self.pools}
         fits = all(count * needed[span] <= pool.pages for span, pool in self.pools.items())

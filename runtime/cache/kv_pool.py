@@ -1,5 +1,4 @@
-"""Computes the number of pages of the KV cache by span: from a number of tokens, a number of bytes, or a device's free
-memory."""
+"""Computes the number of pages of the KV cache by span: for a number of tokens or bytes, or a device's free memory."""
 
 import logging
 from collections.abc import Mapping

@@ -35,7 +35,7 @@ ABOUT = "about.json"
 HEADER = struct.Struct("<8s16sQ32s")  # magic, key, number of bytes, checksum
 _MAGIC = b"mlcpage1"
 _TEMPORARY = ".tmp"
-_ABANDONED = 600.0  # seconds after which a temporary file was left by a killed process: a write takes far less
+_ABANDONED = 600.0  # seconds after which a temporary file counts as left by a killed process: a write takes far less
 _ROOM = 16  # at least 1 / _ROOM of the limit is freed at a time
 _BLOCK = 4096  # bytes of a block of the file system
 
@@ -108,8 +108,8 @@ def pages_directory() -> Path:
 
 
 class PageFiles:
-    """The records of one model. Thread-safe except for `write`. about: the content of ABOUT. limit: bytes of the files
-    of all models."""
+    """The records of one model. Thread-safe except for `write`. about: the content of ABOUT. limit: bytes of all
+    models' files."""
 
     def __init__(self, model: bytes, about: Mapping[str, str], limit: int) -> None:
         self.folder, self._about, self._limit = pages_directory() / model.hex(), about, limit
@@ -191,8 +191,7 @@ class PageFiles:
                 self._path(key).unlink()
 
     def _make_room(self, size: int) -> None:
-        """Counts the bytes of all files. If there is no room for `size` more bytes, removes the least recently used
-        files."""
+        """Counts the bytes of all files. Removes the least recently used ones if `size` more bytes do not fit."""
         files = [file for folder in folders() for file in records(folder)]
         self._used = sum(file.nbytes for file in files)
         if self._used + size > self._limit:

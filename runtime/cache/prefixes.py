@@ -31,8 +31,7 @@ def digest(parent: PrefixDigest, tokens: SequenceOf[int]) -> PrefixDigest:
 
 
 def first_page(span: int, complete: int) -> int:
-    """The first page that rows from position complete * PAGE on attend to. span 0: all keys. span STATE: the last
-    page."""
+    """The first page that rows from position complete * PAGE on attend to. span: 0: all keys; STATE: the last page."""
     if span == STATE:
         return max(complete - 1, 0)
     return max(complete * PAGE - span + 1, 0) // PAGE if span else 0
@@ -45,12 +44,11 @@ class IndexListener(Protocol):
         """A page was indexed: a complete one, or one of a tail. See `PrefixIndex.contents`."""
 
     def used(self, chain: SequenceOf[PrefixDigest]) -> None:
-        """A sequence with these complete pages was freed."""
+        """A sequence with these complete pages is being freed."""
 
 
 class PrefixIndex:
-    """Finds pages, and cells, by their contents. pools: by span. The pools call `_evict` before they allocate an idle
-    page."""
+    """Finds pages and cells by their contents. pools: by span; they call `_evict` before allocating an idle page."""
 
     listener: IndexListener | None = None
 
@@ -85,8 +83,7 @@ class PrefixIndex:
             self.listener.added(known, span, page)
 
     def contents(self, span: int, page: int) -> PrefixDigest | None:
-        """The digest of the sequence up to the end of an indexed page, complete or in a tail; None if the page is not
-        indexed."""
+        """The digest of the sequence up to the end of an indexed page, complete or in a tail; None if not indexed."""
         tail = self._tail_of[span].get(page)
         return digest(*tail) if tail else self._digests[span].get(page)
 
@@ -98,8 +95,7 @@ class PrefixIndex:
     ) -> int:
         """The largest n for which a sequence can begin with the pages of digests[:n]: groups with span 0 must have all
         of these pages, windowed groups those that rows after n pages attend to. states: there must also be a state
-        after them. elsewhere: tells for a digest and a span whether a page that is not indexed can be obtained
-        otherwise."""
+        after them. elsewhere: whether a page of a digest and a span that is not indexed can be obtained otherwise."""
         groups = self.pools.keys() - (set() if states else {STATE})
         best, runs = 0, dict.fromkeys(groups, 0)  # the number of consecutive pages before n
         for n, known in enumerate(digests, 1):

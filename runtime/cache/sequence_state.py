@@ -31,8 +31,7 @@ class SequenceState:
         return (len(self._next) or int(self._writable)) + self._pool.available
 
     def reserve(self, guesses: int = 0) -> None:
-        """Reserves the cells that the next step writes: one, and one for each guess. Raises IndexError if there are too
-        few."""
+        """Reserves the cells that the next step writes: 1 + guesses. Raises IndexError if there are too few."""
         assert guesses < KEPT, "more rows than a table of cells has columns for"
         if not self._next:
             self._next = [self.cell if self.cell is not None and self._writable else self._pool.allocate()]

@@ -118,8 +118,7 @@ class TaggedCalls(CallFormat):
         write(_as_json(text.removesuffix("\n") if self.lines else text, types))
 
     def _of_arguments(self, text: str, depth: int = 0) -> object:
-        """The value of a text of nested arguments. Raises Malformed if the text is not of this form, or is nested
-        deeper than DEPTH."""
+        """The value of a text of nested arguments. Raises Malformed for other texts, and nesting beyond DEPTH."""
         (opening, end), found, rest = self.key, [], text.strip()
         if depth > DEPTH:
             raise Malformed
@@ -147,8 +146,7 @@ class _WithoutLast:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """The JSON text of a value whose type is found from the text: JSON, or a Python literal. Other texts are
-    strings."""
+    """The JSON text of a value whose text is JSON or a Python literal. Other texts are strings."""
     try:
         found = parsed(text)
         converted = text.strip()

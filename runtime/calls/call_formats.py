@@ -32,8 +32,7 @@ class CallArguments:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """A call has ended. complete: False if its arguments are incomplete or malformed; then their pieces are no valid
-    JSON."""
+    """A call has ended. complete: False if its arguments are incomplete or malformed, so that they are not JSON."""
 
     number: int
     complete: bool = True
@@ -245,8 +244,7 @@ class NamedCalls(CallFormat):
 
 @dataclass(frozen=True, kw_only=True)
 class HarmonyCalls(CallFormat):
-    """Messages to `prefix` and a tool; reasoning.py separates them. `read` reads the message of a call that has
-    begun."""
+    """Messages to `prefix` and a tool; reasoning.py separates them. `read` reads that of a call that has begun."""
 
     prefix: str = "functions."
 

@@ -21,8 +21,7 @@ Write one such block for each call, and nothing after the last one: the results 
 
 
 def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as text. If there are tools, the instruction is added to the system message, which is added if
-    missing."""
+    """The messages as text. With tools, the instruction is added to the system message, which is made if missing."""
     converted: list[dict[str, Any]] = []
     if tools:
         first = messages[0] if messages and messages[0]["role"] == "system" else {}

@@ -61,8 +61,7 @@ _DEEPSEEK = NamedCalls(
 
 
 def _invoked(block: str, space: str = "") -> TaggedCalls:
-    """Several calls in the tag `block`, with the tags `invoke` and `parameter`. space: the prefix (namespace) of these
-    tags."""
+    """Several calls in the tag `block`, with the tags `invoke` and `parameter`. space: the namespace of these tags."""
     return TaggedCalls(
         opening=f"<{block}>",
         closing=f"</{block}>",

@@ -19,8 +19,7 @@ _MAX_REFERENCES = 32  # limit of references that are followed from one schema
 
 @dataclass(frozen=True)
 class Tool:
-    """parameters: the JSON schema of the arguments, an object. strict: whether the arguments must match the whole
-    schema."""
+    """parameters: the JSON schema of the arguments, an object. strict: whether these must match the whole schema."""
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -38,8 +37,7 @@ class Tool:
         return [name for name in found if isinstance(name, str)] if isinstance(found, list | tuple) else []
 
     def types(self, argument: str) -> frozenset[str]:
-        """The JSON types that an argument may have; "integer" becomes "number". All types, if the schema does not
-        restrict them."""
+        """The JSON types that an argument may have; "integer" becomes "number". All if the schema does not say."""
         return _types(self.properties.get(argument), self.parameters, 0, {}) or ALL_TYPES
 
 
@@ -67,8 +65,7 @@ def _tool(tool: object, where: str) -> Tool:
 
 
 def resolved(schema: object, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema, or the schema to which it refers within `root`; {} for invalid schemas and references outside of
-    `root`."""
+    """The schema, or the one to which it refers within `root`; {} for invalid schemas and references elsewhere."""
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, Mapping):
             return {}

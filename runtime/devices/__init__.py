@@ -9,16 +9,15 @@ A function computes one *step*: some rows, one for each token. Its inputs and re
 them while the first launches run. The protocol of all devices:
 
 Device(artifact, threads)    checks that this machine can run the artifact; maps or uploads the weights; allocates the
-KV
-                             cache and the arena
+                             KV cache and the arena
 .kv_types                    {name: (shape, dtype)} of the KV cache's tensors; the first dimension is the device's pages
 .write(name, values)         writes the first rows of an io buffer ("state", "tokens" ..)
 .fill(name, rows, put)       calls `put(array)`, which writes the first `rows` rows of an io buffer; the array is the io
                              buffer itself where the host can write to it
 .run(function, meanwhile)    runs a function and waits for its end. GPUs run long steps in pieces (pieces.py).
-meanwhile:
-                             an optional callable that writes the LATE io buffers; a GPU computes at the same time
-                             what does not read them. An error of `meanwhile` is raised after the GPU has become idle
+                             meanwhile: an optional callable that writes the LATE io buffers; a GPU computes at the
+                             same time what does not read them. An error of `meanwhile` is raised after the GPU has
+                             become idle
 .feed(function)              runs a function whose results the caller does not need. It may return before the end; the
                              caller's next call must be `run` or `feed`
 .can_start_ahead(function, late)  whether a run of the function may start while another run is in progress; late: even

@@ -50,8 +50,8 @@ def _load(path: Path) -> tuple[tvm_ffi.Module, ctypes.CDLL]:
 
 
 class Kernels:
-    """A kernel library, connected to this process's thread pool. Raises RuntimeError, OSError or AttributeError if it
-    cannot be loaded."""
+    """A kernel library with this process's thread pool. Raises RuntimeError, OSError or AttributeError if loading
+    fails."""
 
     def __init__(self, path: Path):
         global _pool
@@ -65,8 +65,7 @@ class Kernels:
             pointer.value = _address(getattr(_pool, implementation))
 
     def call(self, name: str, arrays: Sequence[np.ndarray]) -> "KernelCall | None":
-        """A call of the kernel `name` with these arrays, whose shapes and dtypes are not checked. None if the library
-        has no such kernel."""
+        """A call of the kernel `name` with these arrays, which are not checked; None if there is no such kernel."""
         function = self._module.get_function(name)
         if function is None:
             return None
@@ -121,8 +120,7 @@ class Replay:
 
 
 def start_threads(threads: int) -> None:
-    """Resizes the process's thread pool. A `Kernels` must exist. Raises UserError if the system grants fewer
-    threads."""
+    """Resizes the thread pool of a loaded `Kernels`. Raises UserError if the system grants fewer threads."""
     if (started := _threads().mlc_amd_start_threads(threads)) < threads:
         raise UserError(f"the system grants this process only {started} of {threads} threads; use fewer")
 

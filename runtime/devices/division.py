@@ -79,8 +79,7 @@ def of_tensors(manifest: Manifest, wanted: Placement) -> list[int]:
 
 
 def _as_few_as_hold_it(artifact, found: Iterator[GpuMemory], n_cpu_moe: int) -> list[tuple[int, Stage]]:
-    """found: the GPUs, the best first; the iterator is read beyond the best GPU only if that does not hold the
-    model."""
+    """found: the GPUs, the best first; it is read beyond the best GPU only if that does not hold the model."""
     best = next(found, None)
     if best is None or of_manifest(artifact.manifest).device(n_cpu_moe) <= best.free:
         return []
@@ -108,8 +107,8 @@ def _divided(artifact, gpus: Sequence[GpuMemory], shares: Sequence[float]) -> li
 
 
 def cache_size(kv: KvSize, stage: Stage, artifact) -> KvSize:
-    """The size of a stage's part of the KV cache. Where `kv` is in bytes, these are divided in proportion to the paged
-    memory of the stages."""
+    """The size of a stage's part of the KV cache. If `kv` is in bytes, a stage gets them in proportion to its paged
+    tensors, after those of fixed size."""
     if kv.memory is None:
         return kv
     fixed, paged = _cache_bytes(stage.manifest)

@@ -15,8 +15,7 @@ PAGE = 1 << 16  # bytes: drivers import whole pages of host memory; this is the 
 
 
 class Handover:
-    """The memory. nbytes: size of a part, rounded up to PAGE; addresses: of the parts. The object must outlive the
-    devices that use it."""
+    """The memory. nbytes: size of a part, rounded up to PAGE; addresses: of the parts. It must outlive its devices."""
 
     def __init__(self, nbytes: int, parts: int = PARTS):
         self.nbytes = -(-max(nbytes, 1) // PAGE) * PAGE
@@ -37,8 +36,7 @@ def is_large(function: Mapping, key: str) -> bool:
 
 
 def takes_turns(functions: Mapping[str, Mapping]) -> bool:
-    """Whether the GPU may compute one run while the data of another is copied: so with --split tensor, where two runs
-    alternate."""
+    """Whether a GPU computes one run while the data of another is copied: with --split tensor, where runs alternate."""
     return any("own" in function for function in functions.values())
 
 

@@ -58,8 +58,8 @@ def open_device(
 
 
 def placement(kind: str, name: str | None, devices: tuple[int, ...] = (), shares: tuple[float, ...] = ()) -> Placement:
-    """What the arguments of `open_device` choose for a model of that target. UserError for another target's name, for
-    GPUs of target cpu, and for what contradicts itself."""
+    """The placement that arguments of `open_device` choose for a model of target `kind`. Raises UserError for another
+    target's name, for GPUs with target cpu, and for contradictory arguments."""
     which = None if name == kind else name
     if which in KINDS or (kind == "cpu" and (which is not None or devices or shares)):
         other = which if which in KINDS else "rocm or vulkan to choose a GPU"

@@ -4,8 +4,7 @@ In: the manifest's costs of kernels, a step's io buffers "state" and "rows", the
 pieces of a step.
 
 Drivers reset a GPU that works too long on one submission (AMD's on Linux after 2 to 10 s, amdgpu.lockup_timeout), and a
-display freezes meanwhile. The duration of a step depends on the positions of its rows: attention reads all earlier
-keys.
+display freezes meanwhile. A step's duration depends on the positions of its rows: attention reads all earlier keys.
 
 The duration of a launch is estimated from its bytes and operations (dist/README.md) and from rates that are low for any
 GPU. Each function has two factors on its estimates: one for the cost that does not depend on positions, and one for the

@@ -62,8 +62,8 @@ def read_in_place(weights: WeightBlock, targets: Iterable[tuple[int, np.ndarray]
 
 
 def parts(ranges: Sequence[Range], at: int, nbytes: int) -> Iterator[tuple[Range, int, int]]:
-    """(range, first, last): the part of bytes at .. at+nbytes-1 of the block that each range has, as offsets
-    first .. last-1 of the block. Ranges without a part are left out."""
+    """(range, first, last): the bytes first .. last-1 of the block that a range has of at .. at+nbytes-1, for each
+    range that has any."""
     for one in ranges:
         first, last = max(at, one.begin), min(at + nbytes, one.end)
         if first < last:

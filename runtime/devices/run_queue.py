@@ -32,8 +32,7 @@ class RunHooks(ABC):
     waited = 0.0
 
     def prepare_late(self, name: str) -> None:  # noqa: B027 (most devices need not)
-        """Called while the GPU is idle, before a run of the function whose LATE inputs will be written after its
-        start."""
+        """Called while the GPU is idle, before a run whose LATE inputs will be written after its start."""
 
     @abstractmethod
     def prepare(self, run: QueuedRun) -> None:
@@ -88,8 +87,7 @@ class RunQueue:
             pass
 
     def begin(self, name: str, pieces: Callable[[], Iterator[None]]) -> None:
-        """Starts a run, whose end `finished` reports. The run before may not have been reported yet. pieces: see
-        `run`."""
+        """Starts a run, whose end `finished` reports. The run before may be unreported yet. pieces: see `run`."""
         cut = pieces() if self._pacer.pieces(name) else None
         if self._begun and (cut or self._pieces):  # no other run is in progress beside a long one
             while not self.finished():

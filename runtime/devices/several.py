@@ -92,8 +92,7 @@ class SeveralGpus(ABC):
         return min(device.copy_bandwidth() for device in self.stages)
 
     def _check_usable(self) -> None:
-        """Raises MachineError if the device is closed, or if a step has failed: the contents of the KV cache are then
-        unknown."""
+        """Raises MachineError if the device is closed, or after a failed step: the KV cache's contents are unknown."""
         self._alive()
         if self._failed:
             raise MachineError(AFTER_FAILURE) from self._failed
@@ -147,8 +146,7 @@ def common_kv_types(manifest: Mapping, devices: Sequence[Any]) -> dict[str, tupl
 class _Opening:
     """A thread that opens devices, one after the other.
 
-    It never ends: a driver registers code that runs when a thread that used it ends, and by then the driver may have
-    been unloaded.
+    It never ends: a driver registers code for the end of threads that used it, and may be unloaded by then.
     """
 
     _idle: ClassVar[list["_Opening"]] = []

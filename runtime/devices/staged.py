@@ -1,12 +1,10 @@
-"""Several GPUs as one device, as a pipeline: each GPU is a stage, which computes some of the layers
-(artifact/stages.py).
+"""Several GPUs as one device, a pipeline: each GPU is a stage, which computes some of the layers (artifact/stages.py).
 
 A step goes through the stages in order. Different stages compute different steps at the same time: chunks of a prompt,
-or steps of different answers. Steps never overtake each other, so a step can rely on all steps that were started before
-it.
+or steps of different answers. Steps never overtake each other, so a step can rely on all that were started before.
 
-There are no threads for the GPUs. The caller's thread serves all of them whenever it starts a step or waits for one:
-it polls the GPUs, and begins on the next stage what a stage has finished (`_advance`). Threads would have to wake one
+There are no threads for the GPUs. The caller's thread serves all of them whenever it starts a step or waits for one: it
+polls the GPUs, and begins on the next stage what a stage has finished (`_advance`). Threads would have to wake one
 another, and to share the interpreter, for every step.
 
 After a step has failed, the contents of the KV cache are unknown, so all later steps fail, too.
@@ -32,9 +30,9 @@ class _Step:
     """A run of a function.
 
     inputs, late: the writes to io buffers before the start, and those of LATE inputs: (name, values), in order.
-    complete: whether `late` has all LATE inputs. source: the step whose `sampled` are this step's tokens, or None.
-    at: the number of the stage that has received the first `written` of the inputs. part: the part of the `Handover`
-    that has its activations. outputs: {name: values}, once it is done."""
+    complete: whether `late` has all LATE inputs. source: the step whose `sampled` are this step's tokens, or None. at:
+    the number of the stage that has received the first `written` of the inputs. part: the part of the `Handover` that
+    has its activations. outputs: {name: values}, once it is done."""
 
     def __init__(
         self, function: str, inputs: list[tuple[str, np.ndarray]], source: "_Step | None" = None, complete: bool = True
@@ -104,8 +102,7 @@ class StagedDevice(SeveralGpus):
 
     @property
     def in_flight(self) -> int:
-        """How many steps may be started before the caller must wait for the oldest: one for each GPU, and one more that
-        is ready to follow."""
+        """How many steps may be started before the caller must wait for the oldest: one for each GPU, and the next."""
         return len(self.stages) + 1
 
     def write(self, name: str, values) -> None:
@@ -228,8 +225,7 @@ class StagedDevice(SeveralGpus):
         self.waited += time.perf_counter() - begun
 
     def _advance(self) -> bool:
-        """Ends the parts of steps that GPUs have finished, and begins those that can begin. Returns whether there were
-        any."""
+        """Ends the parts of steps that GPUs have finished, begins those that can begin. Returns whether it did any."""
         moved = False
         for stage in reversed(self._stages):  # from the last: a stage is then free when the stage before ends a part
             try:

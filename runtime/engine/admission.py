@@ -146,8 +146,7 @@ class Admission:
         return next(request for request in reversed(self.running) if request.client == key) if count > 1 else None
 
     def _admit(self, request: Request, singles: list[Request]) -> bool:
-        """Starts a waiting request, unless a request would soon be preempted as a consequence. Returns whether it
-        did."""
+        """Starts a waiting request, unless this would soon lead to a preemption. Returns whether it did."""
         sequence = sequence_of(request)
         sequence.match(request.scored)
         if self.restore(request):

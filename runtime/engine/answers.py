@@ -35,8 +35,8 @@ class Answer:
     """An answer in progress. index: its number among the answers of the call. error: why it failed, or None. done: no
     more pieces will be added.
 
-    The computing thread calls `listener` after each token and at the end of the answer, and `progress` before and after
-    each chunk of the prompt. An error of `progress` ends the answer."""
+    The computing thread calls `listener` after each token and at the end of the answer, and `progress` before the first
+    chunk of the prompt and after each one. An error of `progress` ends the answer."""
 
     def __init__(
         self, tokenizer: Tokenizer, call: "GenerateCall", request: Request, sampling: Sampling, index: int
@@ -120,8 +120,7 @@ class Answer:
         return [choice._replace(sampling=self._sampling(i), allowed=masks[i], guessed=guesses[:i]) for i in places]
 
     def _masks_after(self, constraint: Constraint, guesses: Sequence[int]) -> list[np.ndarray | Exception | None]:
-        """The masks for the next token and for the token after each guess. After an error, the error takes the place of
-        the remaining masks."""
+        """The masks for the next token and for the token after each guess. An error takes the place of later masks."""
         found, accepted = [], 0
         try:
             for guess in [*guesses, None]:
@@ -217,8 +216,7 @@ class Answer:
         return self.stats.finish if self.done else self._end("interrupted", flush=False)
 
     def _end(self, reason: str, flush: bool = True) -> str:
-        """Ends the answer. flush: whether an incomplete character at the end becomes U+FFFD; otherwise it is
-        dropped."""
+        """Ends the answer. flush: an incomplete character at the end becomes U+FFFD; otherwise it is dropped."""
         self.stats.finish = reason
         with self._lock:
             if not self._decode() and self._held:

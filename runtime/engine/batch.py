@@ -14,8 +14,7 @@ from mlc_amd.runtime.engine.sampled_rows import GREEDY
 
 
 def reserve(sequence: Sequence, count: int, guesses: int = 0) -> None:
-    """Reserves pages for the next `count` tokens of a sequence, and for guesses. Raises ContextFull if there are
-    none."""
+    """Reserves pages for the next `count` tokens of a sequence, and for guesses. Raises ContextFull without pages."""
     if not sequence.reserve(count, guesses):
         raise ContextFull(
             f"the KV cache has no room for {count + guesses} more tokens beside those of other sequences",
@@ -71,8 +70,7 @@ class Batch:
 
     @property
     def guess_room(self) -> int:
-        """How many guesses each sequence may have in a step. Sequences of models with states share the cells for
-        them."""
+        """How many guesses each sequence may have in a step. Sequences with states share the cells."""
         room = min(sequence.guess_room for sequence in self._sequences)
         return room // len(self._sequences) if self._cache.cells else room
 
@@ -88,9 +86,8 @@ class Batch:
     def decode(self, ids: SequenceOf[int], count: int, ahead: bool = True) -> list[list[int]]:
         """Appends `count` tokens to each sequence: the given one, then the most likely one each time. Returns them.
 
-        ahead: steps start as they do for answers. Each step starts while the step before is in progress, if the device
-        can do that. With several GPUs that have layers each, sequences are divided into as many groups, each with steps
-        of its own."""
+        ahead: steps start as they do for answers: each one while the step before is in progress, if the device can do
+        that. With several GPUs that have layers each, as many groups of sequences have steps of their own."""
         runner, sequences = self._runner, self._sequences
         if not (ahead and self.can_start_ahead):
             for _ in range(count):
@@ -117,8 +114,7 @@ class Batch:
 
     def verify(self, ids: SequenceOf[SequenceOf[int]], kept: SequenceOf[int]) -> list[int]:
         """Computes several tokens of each sequence in one step, `rows` in total at most, and keeps the first `kept` of
-        each sequence: like a step with guesses of which some are right. Returns the most likely token after each
-        row."""
+        each, like a step with guesses of which some are right. Returns the most likely token after each row."""
         for sequence, tokens in zip(self._sequences, ids, strict=True):
             reserve(sequence, 1, len(tokens) - 1)
         self._cache.assign_slots(self._sequences)

@@ -52,8 +52,7 @@ class Conversation:
     the model's template does not support it.
 
     format: the format of thinking and answer in the model's output. dropped: number of messages removed so far.
-    constrain: a function that makes the `constraint` of an answer (`Engine.generate`) from the rendered prompt, or
-    None.
+    constrain: None, or a function that makes an answer's `constraint` (`Engine.generate`) from the rendered prompt.
     """
 
     constrain: Callable[[str], Callable[[], Constraint]] | None = None
@@ -73,8 +72,7 @@ class Conversation:
         self.messages: list[Message] = []
         self.dropped = 0
         self._generation: Generation | None = None  # that of the last answer
-        # The last prompt and its answer: as rendered text, and as pieces (token ids, with the generated ones, and
-        # images).
+        # The last prompt and its answer: as rendered text, and as pieces (images, and ids with the generated ones).
         self._rendered, self._rendered_pieces = Traced(), []
         self.system = system
 
@@ -145,8 +143,7 @@ class Conversation:
         progress: ProgressCallback | None = None,
         **changes: Unpack[SamplingChanges],
     ) -> Generator[str, None, None]:
-        """`stream`, with the same arguments, but yields only the text of the answer, without the model's thinking and
-        calls."""
+        """`stream`, with the same arguments, but yields only the answer's text, without thinking and calls."""
         return _final(
             self.stream(text, max_tokens, stop, sampling=sampling, thinking=thinking, progress=progress, **changes)
         )
@@ -169,7 +166,7 @@ class Conversation:
 
         Raises UserError for invalid arguments, at once. The first `next` raises ContextFull if the conversation does
         not fit, and UserError if the template or the engine rejects the messages. The conversation is unchanged after
-        such an error, and if the answer is stopped before its first word.
+        such an error, and if the answer is stopped before its first word or ends within the thinking.
         """
         template = self.engine.chat_template
         variables = self._variables if thinking is None else template.switch(thinking)

@@ -21,8 +21,7 @@ Ids = Sequence[int | str] | np.ndarray  # token ids; a string stands for its ids
 
 
 class _Job:
-    """A text. ids: int32 [tokens]. rows: its results, float32 [answers, features], once it is computed. error: why
-    there are none."""
+    """A text. ids: int32 [tokens]. rows: its results, float32 [answers, features]. error: why there are none."""
 
     def __init__(self, ids: np.ndarray) -> None:
         self.ids = ids
@@ -35,9 +34,8 @@ class _Job:
 
 
 class Encoder(Closing):
-    """A loaded embedding or ranking model on a device. It is a context manager that closes it. Several threads may use
-    it. context: largest number of tokens of a text. features: length of a vector. sizes: (rows, name) of each function,
-    ascending."""
+    """A loaded embedding or ranking model on a device, a context manager that closes it. Several threads may use it.
+    context: largest number of tokens of a text. features: length of a vector. sizes: (rows, function), ascending."""
 
     kv_usage = KvUsage(0, 0)
 

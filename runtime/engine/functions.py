@@ -38,8 +38,7 @@ def rows_at_once(tokens: int, sizes: tuple[int, ...], gpus: int) -> int:
 
 @cache
 def _cheapest(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
-    """For each number of tokens of one sequence, from 0 to the largest size: (lowest cost, tokens of the first
-    step)."""
+    """For each number of tokens of a sequence, from 0 to the largest size: (lowest cost, tokens of the first step)."""
     found = [(0, 0)]
     for count in range(1, max(sizes, default=0) + 1):
         at = bisect_left(sizes, count)

@@ -1,6 +1,5 @@
-"""The arguments and results of a generation, which engines, conversations and commands share: checks of arguments
-(those of sampling are in sampling/settings.py, those of messages in text/messages.py), `Piece`, `Stats` and
-`ContextFull`."""
+"""The arguments and results of a generation, which engines, conversations and commands share: `Piece`, `Stats`,
+`ContextFull`, checks of arguments (of sampling: sampling/settings.py; of messages: text/messages.py)."""
 
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -114,8 +113,7 @@ def check_min_tokens(value: object) -> int:
 
 
 def check_stop(value: object) -> tuple[str, ...]:
-    """The texts that end a generation. value: a text or a sequence of texts. Raises UserError for anything else, and
-    for an empty text."""
+    """The texts that end a generation. value: one or several texts, none empty. Raises UserError for anything else."""
     texts = (value,) if isinstance(value, str) else value
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
         raise UserError(f"stop is {shorten(value)}: it must be a text or a list of texts")

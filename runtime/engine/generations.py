@@ -114,8 +114,7 @@ def _check(ended: Sequence[Answer]) -> None:
 
 
 class AsyncGeneration(_WithResults, AsyncIterator[Piece]):
-    """The result of `Engine.agenerate`: the iterator for asyncio. A background thread computes. progress: called in the
-    event loop."""
+    """The result of `Engine.agenerate`. A background thread computes. progress: called in the event loop."""
 
     def __init__(
         self,
@@ -130,14 +129,13 @@ class AsyncGeneration(_WithResults, AsyncIterator[Piece]):
         self._ready: deque[Piece] = deque()
 
     async def start(self) -> None:
-        """Queues the answers, unless this was done before. Raises QueueFull and ContextFull."""
+        """Queues the answers, unless this was done before. Raises what the first `next` of `generate` raises."""
         if not self._started:
             self._started = True
             await anext(self._batches)
 
     async def batch(self) -> list[Piece]:
-        """All new pieces; waits for at least one piece or a call of `progress`. Raises StopAsyncIteration at the
-        end."""
+        """All new pieces; waits for one piece or call of `progress` at least. Raises StopAsyncIteration at the end."""
         await self.start()
         return await anext(self._batches)
 
@@ -186,8 +184,7 @@ async def _batches(loop: StepLoop, results: Results, events: "_LoopEvents") -> A
 
 
 class _LoopEvents:
-    """Passes events from the computing thread to a task of an event loop. The event loop is woken only if the task
-    waits."""
+    """Passes events from the computing thread to a task of an event loop, which is woken only if the task waits."""
 
     loop: asyncio.AbstractEventLoop
 

@@ -38,8 +38,7 @@ def _wanted(answers: Iterable[Answer], most: Mapping[Request, int], speculation:
 def watch(
     step: PlannedStep, found: Sequence[ChosenToken], answers: Mapping[Request, Answer], speculation: Speculation
 ) -> None:
-    """To be called after a step without guesses whose tokens are distributed. found: the token of each of its
-    answers."""
+    """Called after a step without guesses whose tokens are distributed. found: the token of each of its answers."""
     tokens = {of: chosen.token for of, chosen in zip(step.answers, found, strict=True) if of in answers}
     singles = [answers[request] for request in tokens]
     speculation.watched(tokens, _wanted(singles, dict.fromkeys(tokens, MOST), speculation))
@@ -53,8 +52,8 @@ def learn(
     guess_s: float,
     step_s: float,
 ) -> None:
-    """To be called after a step with guesses. found: the chosen tokens of each answer. guess_s, step_s: seconds that
-    the guesses and the step took."""
+    """To be called after a step for which `guess` was called, with guesses or without. found: the chosen tokens of each
+    answer. guess_s, step_s: seconds that the guesses and the step took."""
     drafts = {request: drafts for (request, _), drafts in zip(step.singles, step.drafts, strict=True) if drafts}
     counts = {request: len(tokens) for (request, _), tokens in zip(step.singles, found, strict=True)}
     speculation.completed(drafts, counts, guess_s, step_s)

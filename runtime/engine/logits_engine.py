@@ -113,14 +113,12 @@ class LogitsEngine(Closing):
     # ---- speculation
 
     def own_draft(self) -> OwnDraft:
-        """The drafter that was trained for the model and compiled with it (such as MTP layers). Raises UserError if
-        there is none."""
+        """The drafter that was compiled with the model (such as MTP layers). Raises UserError if there is none."""
         return OwnDraft(self._runner, self.artifact.manifest["name"], self.config["draft"])
 
     def speculate(self, drafter: Drafter | None) -> None:
         """Sets what guesses tokens, for later steps to verify. Answers stay the same. drafter: is closed with the
-        engine. With None, only tokens that a grammar forces are guessed; with several steps in progress at a time,
-        none."""
+        engine. None: only tokens that a grammar forces are guessed, and none if several steps are in progress."""
         with self._loop.exclusive():
             before, rows = self._loop.speculation, self._loop.scheduler.limits.step_rows
             used = drafter or (NoDrafts() if self._runner.stages == 1 else None)

@@ -83,8 +83,7 @@ class PageWriter:
             return bool(self._added or self._used)
 
     def _write(self) -> float:
-        """Writes some pages; if there are none, marks files of used pages as used. Returns the seconds that count for
-        SHARE."""
+        """Writes some pages, or if there are none, marks files as used. Returns the seconds that count for SHARE."""
         begun = time.perf_counter()
         if not self._added:
             # The first page is marked last, so that it is deleted last: later pages are useless without it.

@@ -69,7 +69,7 @@ class PlannedChunk:
     count: int
     answers: bool  # whether a token is sampled after its last token; this is then the last known token of the sequence
     scored: bool = False  # whether the logits of all its tokens are needed
-    alone: bool = False  # whether the step may have no single rows
+    alone: bool = False  # whether the step must have no single rows
     counted: bool = False  # whether its tokens already count as computed
 
     @property

@@ -87,8 +87,7 @@ class Restoring:
         return self._was_last
 
     def piece(self) -> Iterable[tuple[Request, Exception]]:
-        """Copies pages of one span into the cache: at least one, for which it waits. Returns no requests, as none
-        fails."""
+        """Copies pages of one span into the cache: at least one, for which it waits. Returns (): no request fails."""
         job, full = self._jobs[0], False
         taken: list[tuple[_Stored, int, int]] = []  # (page, its row, its place in the cache)
         while job.reading and not full and len(taken) < _PIECE:

@@ -25,8 +25,7 @@ _SCORED = 64  # rows whose logits are read at once; with a large vocabulary, the
 
 
 class Runner:
-    """Runs steps of an artifact on `device`. cache: allocates the device's pages. images: the encoded images that
-    chunks need."""
+    """Runs steps of an artifact on `device`. cache: allocates its pages. images: encoded images, for chunks."""
 
     def __init__(self, artifact, device, cache: KvCache, images: Features | None = None) -> None:
         self.device, self.cache = device, cache
@@ -85,8 +84,7 @@ class Runner:
         return self.prepare(function, [*singles, *rows], None)
 
     def run(self, chunk: ChunkRows) -> np.ndarray:
-        """Computes a chunk. Returns the logits of its last row, float32 [vocab], in memory that the next step may
-        overwrite."""
+        """Computes a chunk. Returns its last row's logits, float32 [vocab]; the next step may overwrite the memory."""
         self._choices.clear()
         rows = self._run((), self._second_half((), chunk))
         return self.device.read("logits", rows)[rows - 1, : self.vocab]
@@ -150,8 +148,7 @@ class Runner:
         self.device.start(function.name)
 
     def feed(self, chunk: ChunkRows) -> None:
-        """Computes a chunk whose logits are not needed. On a device with several stages, returns as soon as another
-        chunk can be started."""
+        """Computes a chunk whose logits are not needed. With several stages, returns once another can be started."""
         if self.stages == 1:
             self.run(chunk)
             return
@@ -159,8 +156,8 @@ class Runner:
         self.device.feed(self.prepare_chunk(chunk))
 
     def _second_half(self, singles: Sequence[SingleRow], chunk: ChunkRows | None) -> ChunkRows | None:
-        """The part of a chunk that the next run must compute. If the device can compute both halves at the same time,
-        starts the first half (`run_beside`), and returns the second; otherwise returns the whole chunk."""
+        """The part of a chunk that the next run must get. If the device can compute both halves at the same time, makes
+        that run compute the first half, too (`run_beside`), and returns the second; otherwise returns the whole."""
         beside = self.functions.beside
         if not beside or not chunk:
             return chunk
@@ -190,8 +187,7 @@ class Runner:
         self.device.complete_inputs(self._last)
 
     def _choose(self, choices: Choices, single: int, last: int) -> None:
-        """Writes the choices of a step that is about to start. single: number of its single rows. last: from
-        `_last_row`."""
+        """Writes the choices of a step that is about to start. single: its single rows. last: from `_last_row`."""
         self._write_choices(choices, single, last)
         rows = [*range(single), last][: len(choices)]
         self._started.append(lambda: self._choices.read(rows, choices))

@@ -51,8 +51,7 @@ def right_ones(chosen: list[ChosenToken], guesses: Sequence[int]) -> list[Chosen
 
 
 class SampledRows:
-    """Writes and reads the io buffers of `device`. io: the manifest's. Columns of logits from `vocab` on are
-    padding."""
+    """Writes and reads the io buffers of `device`. io: the manifest's. Columns of logits from `vocab` on: padding."""
 
     def __init__(self, device, io, vocab: int) -> None:
         self._allowed = np.zeros(io["allowed"]["shape"], np.int32)
@@ -130,8 +129,7 @@ class SampledRows:
         return self._kept[key]
 
     def read(self, rows: Sequence[int], choices: Sequence[TokenChoice]) -> list[ChosenToken]:
-        """The tokens that were chosen in `rows`, one for each of `choices`. Reads logits only if alternatives are
-        requested."""
+        """The tokens that were chosen in `rows`, one for each of `choices`. Reads logits only for alternatives."""
         if not choices:
             return []
         tokens = self._device.read("sampled", max(rows) + 1).tolist()

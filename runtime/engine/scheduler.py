@@ -82,8 +82,7 @@ class Scheduler:
     # ---- requests
 
     def add(self, request: Request) -> None:
-        """Queues a request. Raises QueueFull, ContextFull if the cache could never hold it, UserError for an empty
-        prompt."""
+        """Queues a request. Raises QueueFull, ContextFull if the cache cannot hold it, UserError without tokens."""
         if not request.prompt:
             raise UserError("nothing to evaluate: the prompt has no tokens")
         if self.waiting >= self.limits.queue:
@@ -141,8 +140,7 @@ class Scheduler:
         return {request for step in self._in_progress for request in step.answers}
 
     def plan(self) -> PlannedStep | None:
-        """Plans the next step; None if there is nothing to compute now. Steps must be completed in the order of
-        planning."""
+        """Plans the next step; None if there is nothing to compute now. Steps must be completed in this order."""
         if not self.may_plan:
             raise RuntimeError("the last step is neither completed nor abandoned")
         while self._cancels:
@@ -213,8 +211,7 @@ class Scheduler:
         return ahead
 
     def guesses(self, step: PlannedStep) -> dict[Request, int]:
-        """For each request of a step without a chunk: the number of drafts that it may have, if no other request has
-        any."""
+        """For each request of a step without a chunk: how many drafts it may have if no other request has any."""
         return {request: self._guesses(request, sequence) for request, sequence in step.singles}
 
     @staticmethod

@@ -41,8 +41,7 @@ class StepLoop(Steps):
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Holds the step lock for the `with` block. No step is in progress then. Raises an error if the engine is
-        closed."""
+        """Holds the step lock for the `with` block, with no step in progress. MachineError if the engine is closed."""
         self._lock.acquire()
         try:
             self._settle()
@@ -77,8 +76,7 @@ class StepLoop(Steps):
             raise scoring.error
 
     def start_scoring(self, scoring: Scoring, watched: bool = True) -> None:
-        """Queues a scoring. watched: whether the background thread must compute it. Raises QueueFull and
-        ContextFull."""
+        """Queues a scoring. watched: the background thread must compute it. Raises QueueFull and ContextFull."""
         with self.exclusive():
             self.scheduler.add(scoring.request)
             self._scorings[scoring.request] = scoring

@@ -215,8 +215,7 @@ class Steps:
         return following
 
     def _choices(self, step: PlannedStep) -> list[TokenChoice]:
-        """How the tokens of a step without guesses are chosen. The choice for an answer that is done does not
-        matter."""
+        """How the tokens of a step without guesses are chosen. For answers that are done it does not matter."""
         answers = [self._answers.get(request) for request in step.answers]
         return [answer.choices()[0] if answer else GREEDY for answer in answers]
 
@@ -226,8 +225,7 @@ class Steps:
             self._finish(self._started[0], ahead=False)
 
     def _run(self, step: PlannedStep) -> list[list[ChosenToken]]:
-        """Computes a step. Returns for each of its answers the token chosen after its newest token, and after each
-        guess."""
+        """Computes a step. Returns for each answer the tokens chosen after its newest token and after each guess."""
         singles, chunk = [], None
         for (_, sequence), drafts in zip(step.singles, step.drafts, strict=True):
             singles += sequence.rows([sequence.tokens[sequence.computed], *drafts])

@@ -1,5 +1,4 @@
-"""The parts of an engine's KV cache that are kept on disk: the shared cache on disk, and sequences in files of their
-own."""
+"""The parts of an engine's KV cache that are on disk: the shared cache on disk, and sequences in their own files."""
 
 from collections.abc import Hashable, Iterator
 from pathlib import Path
@@ -54,8 +53,7 @@ class StoredPages:
     # ---- sequences in files of their own
 
     def save(self, tokens: Prompt, path: Path) -> SavedSize:
-        """Writes a file with the pages of a sequence of these tokens that are in the cache. Raises UserError if it
-        cannot be written."""
+        """Writes a file with the cached pages of a sequence of these tokens. Raises UserError if that fails."""
         with self._loop.exclusive():
             sequence = self._held(tokens)
             snapshot = self._snapshot(sequence)
@@ -123,8 +121,7 @@ class StoredPages:
 
     def _snapshot(self, sequence: TokenSequence) -> list[tuple[PrefixDigest, int, int]]:
         """For a model with states: the last indexed state at the end of a page, other than the sequence's own, as
-        (digest, STATE, cell), or nothing. It is useful for other prompts with a common beginning. Its cell is
-        retained."""
+        (digest, STATE, cell), or nothing; useful for other prompts with a common beginning. Retains its cell."""
         index = self._cache.index
         for known in reversed(sequence.chain(sequence.computed // PAGE) if sequence.state else []):
             cell = index.page(known, STATE)

@@ -100,8 +100,8 @@ class TextEngine(LogitsEngine):
         changes: single sampling parameters, such as temperature=0.7.
 
         `Stats.finish` has the reason for an answer's end: an end token, a stop text, a complete constraint,
-        `max_tokens`, a full context, or `cancel`. Raises UserError for invalid arguments and ContextFull at once,
-        QueueFull at the first `next`.
+        `max_tokens`, a full context, or `cancel`. Raises UserError for invalid arguments and ContextFull at once; at
+        the first `next` QueueFull, UserError for images, and ContextFull if the KV cache is smaller than the context.
         """
         options = max_tokens, stop, shown, n, client, logprobs, constraint, min_tokens, stop_ids, include_stop
         found = Generation(self._loop, self._call(prompt, sampling, changes, *options, progress))

@@ -1,6 +1,5 @@
-"""Computes the probability of each token of a prompt given the tokens before it. `TokenScores` is a scoring that
-reduces logits to scores after each step, because the logits of a whole prompt may take gigabytes. `computed` is for
-asyncio."""
+"""Computes the probability of each token of a prompt given the tokens before it. `TokenScores` reduces logits to scores
+after each step, as the logits of a whole prompt may take gigabytes. `computed` is for asyncio."""
 
 import asyncio
 from collections.abc import Callable, Hashable
@@ -61,8 +60,7 @@ def score(logits: np.ndarray, token: int, count: int) -> TokenScore:
 
 
 async def computed(loop: StepLoop, ids: list[int], count: int, client: Hashable) -> list[TokenScore]:
-    """The scores of all tokens but the first, computed by a background thread. Raises QueueFull, ContextFull,
-    UserError."""
+    """The scores of all tokens but the first, by a background thread. Raises QueueFull, ContextFull, UserError."""
     if len(ids) < 2:
         return []
     events, ended = asyncio.get_running_loop(), asyncio.Event()

@@ -189,7 +189,7 @@ def _tagged(found: TaggedCalls, rules: Rules, tool: Tool, name: str) -> str:
 
 
 def _values(schema: Mapping[str, Any]) -> list[Any]:
-    """The values that a schema lists in an enum; empty without an enum."""
+    """The values that a schema lists: its `const` or `enum`; empty without these."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return list(values) if isinstance(values, list | tuple) else []
 

@@ -64,15 +64,13 @@ def mask_of(constraint: Constraint, vocab: int) -> np.ndarray | None:
 
 
 def check_chosen(mask: np.ndarray, token: int) -> None:
-    """Raises UserError for a chosen token that the mask (`mask_of`) does not allow. This only happens if it allows no
-    token."""
+    """Raises UserError for a chosen token that the mask (`mask_of`) does not allow: then it allows no token."""
     if not int(mask[token // 32]) >> token % 32 & 1:
         raise UserError("the answer cannot continue: its grammar allows no token of this model's vocabulary here")
 
 
 def shown(message: str, quoting: bool = True) -> str:
-    """A message of llguidance for users. quoting: whether lines of the grammar remain in it; they are useful if a user
-    wrote the grammar."""
+    """A message of llguidance for users. quoting: keeps lines of the grammar, which are useful if a user wrote it."""
     if not quoting:
         # keeps only the reason of an error in a regular expression
         message = _QUOTE.sub("", message).rpartition("\nerror: ")[2]

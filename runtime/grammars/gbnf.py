@@ -1,5 +1,4 @@
-"""Converts grammars in GBNF (https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md) to llguidance's
-Lark.
+"""Converts GBNF (https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md) to llguidance's Lark.
 
 In: the text of a grammar. Out: `to_lark(text)`, whose rule `start` is the grammar's rule `root`. Raises UserError, with
 the line, for an invalid grammar. Rules get new names, because names in GBNF may be keywords in Lark, begin with a

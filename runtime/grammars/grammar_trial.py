@@ -16,8 +16,7 @@ _MEMORY = 2 << 30  # bytes
 
 
 class ByteVocabulary:
-    """A vocabulary for llguidance. tokens: their bytes. ends: tokens that end an answer. control: tokens that are no
-    text."""
+    """A vocabulary for llguidance. tokens: their bytes. ends: those that end an answer. control: those without text."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -69,8 +68,7 @@ class GrammarTrial:
 
 
 def open_work(opening: dict[str, Any]) -> tuple[None, Callable[[str], str]]:
-    """Runs in the child process. Its vocabulary has the control tokens of the real one; all other tokens are single
-    bytes."""
+    """In the child process. Its vocabulary has the real one's control tokens; all other tokens are single bytes."""
     import llguidance
 
     tokens = [b""] * opening["vocab"]

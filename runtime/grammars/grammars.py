@@ -86,14 +86,12 @@ class Grammars:
     # ---- the kinds of constraints
 
     def json_schema(self, schema: Mapping[str, Any], prompt: str | None = None, lenient: bool = False) -> Grammar:
-        """The answer is JSON that matches the schema. lenient: keywords that cannot be enforced are ignored, not
-        rejected."""
+        """The answer is JSON that matches the schema. lenient: ignores keywords that cannot be enforced."""
         rules = Rules(self._control)
         return self._grammar(rules, f"{rules.SPACE} {_json(rules, schema, lenient)}", prompt, _SCHEMA)
 
     def regex(self, text: str, prompt: str | None = None) -> Grammar:
-        """The whole answer matches the expression, in the syntax of Rust's regex crate. "^" and "$" around it are
-        ignored."""
+        """The whole answer matches the expression (syntax: Rust's regex crate). Ignores "^" and "$" around it."""
         import llguidance
 
         rules = Rules(self._control)
@@ -102,8 +100,7 @@ class Grammars:
         return self._grammar(rules, rules.rule(f"/{terminal}/" if terminal else '""'), prompt, "the regular expression")
 
     def grammar(self, text: str, prompt: str | None = None) -> Grammar:
-        """The answer matches the rule `root` of a grammar in GBNF (llama.cpp's), or the rule `start` of a grammar in
-        Lark."""
+        """The answer matches the rule `root` of a grammar in GBNF (llama.cpp's), or the rule `start` of one in Lark."""
         _check_text(text, _GRAMMAR)
         if _LARK.search(text):
             return self.lark(text, prompt)

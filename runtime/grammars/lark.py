@@ -78,8 +78,7 @@ class Rules:
         return self.rule(" | ".join(dict.fromkeys(options)))
 
     def json(self, schema: Mapping[str, Any], lenient: bool = False) -> str:
-        """The expression for a JSON value of this schema (`closed`). lenient: keywords that cannot be enforced are
-        ignored."""
+        """The expression for a JSON value of this schema (`closed`). lenient: ignores what cannot be enforced."""
         settings = {"whitespace_pattern": JSON_SPACE, "lenient": lenient}
         possible = _mapped(schema, _possible)
         if possible is False:
@@ -114,8 +113,7 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_references(schema: Mapping[str, Any]) -> None:
-    """Raises ValueError for a reference that leads back to itself for the same value, through references and combined
-    schemas only."""
+    """Raises ValueError for a reference that leads back to itself through references and combined schemas only."""
     checked: set[int] = set()  # ids of schemas; those on the path to the current one are in `path`
     for begin in _all(schema):
         path, left = {id(begin): begin}, [_same_value(begin, schema)]
@@ -167,8 +165,7 @@ def _mapped(schema: Any, change: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def _possible(schema: dict[str, Any]) -> Any:
-    """Returns False for a schema that no value matches, such as `not` of any value; llguidance does not recognize
-    it."""
+    """False for a schema that no value matches, such as `not` of any value, which llguidance does not recognize."""
     never = schema.get("not", False)
     return False if never is True or (isinstance(never, Mapping) and not never.keys() - _SILENT) else schema
 

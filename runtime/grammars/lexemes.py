@@ -101,8 +101,7 @@ class _Steps:
 
 
 def divided(rules: Mapping[str, Node]) -> Divided:
-    """Divides a grammar into rules and terminals; see the module's docstring. It begins with the rule `root`. Unused
-    rules are left out."""
+    """Divides a grammar, which begins with the rule `root`; see the module's docstring. Leaves out unused rules."""
     made = {name: rules[name] for name in _used(["root"], rules)}
     regular, steps = _regular(made), _Steps()
     named = regular - {"root"}
@@ -188,8 +187,7 @@ _EMPTY: Edges = (True, frozenset(), frozenset())
 
 
 def _edges(node: Node, leaf: Callable[[Leaf], Edges], after: dict[Any, set], steps: _Steps) -> Edges:
-    """The edges of a node. leaf: returns the edges of a leaf. after: what may follow each leaf; this function adds to
-    it."""
+    """The edges of a node. leaf: returns those of a leaf. after: what may follow each leaf; this adds to it."""
     if isinstance(node, Repeat):
         empty, first, last = _edges(node.body, leaf, after, steps)
         steps.take(len(first) * len(last))

@@ -94,8 +94,7 @@ def resized(picture: Image, size: Size, resample: Resampling, pad: Colour | None
     if picture.size == size:
         return picture
     if pad is None:
-        # Rows first, then columns: new versions of Pillow choose the order themselves, and rounding depends on the
-        # order.
+        # Rows first, then columns: new versions of Pillow choose the order, on which rounding depends, themselves.
         _check(picture, (size[0], picture.height), 4 * MOST_PIXELS)
         return picture.resize((size[0], picture.height), resample).resize(size, resample)
     inner = sizes.within(picture.size, size)
@@ -132,7 +131,7 @@ def grid(picture: Image, of: Parameters) -> Tiles:
 
 
 def slices(picture: Image, of: Parameters) -> Tiles:
-    """MiniCPM-V: the whole picture, and up to nine slices of about its shape."""
+    """MiniCPM-V: the whole picture and, unless it is small, up to nine slices of about the same shape."""
     size, side = picture.size, of.side
     shaped = of.step == 2 * of.patch and size[0] * size[1] <= side * side
     if shaped or max(size) <= side:
@@ -179,8 +178,7 @@ def glimmer(picture: Image, of: Parameters) -> Tiles:
 
 
 def step3(picture: Image, of: Parameters) -> Tiles:
-    """Step3-VL: the whole picture as a square, and windows of a large or long picture. Both are resized after
-    normalization."""
+    """Step3-VL: the whole picture as a square, and windows of a large or long one; resized after normalization."""
     shape = picture.width / picture.height
     if min(picture.size) < 32 and (shape > 4 or shape < 1 / 4):
         side = max(picture.size)

@@ -58,8 +58,7 @@ class ImageEncoder:
         self._columns, self._type = entry["shape"][1], np.dtype(entry["dtype"])
 
     def encode(self, images: Sequence[PreparedImage]) -> list[np.ndarray]:
-        """The features of each image, float32 or float16 [rows, columns]. Raises UserError for an image that the
-        encoder cannot take."""
+        """The features of each image, float32 or float16 [rows, columns]. Raises UserError as `prepare` does."""
         return [*chain(*self._runs(self._groups(images, self.most, min(self.most, _AT_ONCE)), lambda: False))]
 
     def pieces(
@@ -77,8 +76,7 @@ class ImageEncoder:
         return found
 
     def prepare(self, image: PreparedImage) -> "_Shape":
-        """Everything needed to encode an image except its pixels. Raises UserError for an image that the encoder cannot
-        take."""
+        """What encoding an image takes besides its pixels. Raises UserError if the encoder cannot take the image."""
         if (found := self._prepared.get(image)) is None:
             found = self._prepared[image] = self._of(*self._patches(image))
         return found
@@ -124,8 +122,7 @@ class ImageEncoder:
         return _Shape(of, inputs, lines, np.array_equal(of.tokens, np.arange(of.rows // self._each)))
 
     def _added(self, of: Layout, height: int, width: int) -> np.ndarray:
-        """The learned positions, and the class token. The encoder adds its bias to all rows, so it is subtracted from
-        the class token's."""
+        """The learned positions; for the class token also its vector, less the bias that all rows get."""
         vision, columns = self.vision, self.vision["io"]["added"]
         table = self._vectors[_TABLE].reshape(-1, columns) if vision["table"] else np.zeros((1, columns), np.float32)
         first = None
@@ -147,8 +144,8 @@ class ImageEncoder:
         self, groups: Iterable[Sequence[PreparedImage]], busy: Callable[[], bool], most: int | None = None
     ) -> Iterator[list[np.ndarray]]:
         """Yields the features of each group's images, and [] between pieces of a run. most: the number of pieces that
-        are submitted together, None: all. While `busy`, they are submitted one by one, and writing each input
-        counts as a piece. If another run came between the pieces of a run, it begins again."""
+        are submitted together, None: all. While `busy`, they are submitted one by one, and writing each input counts as
+        a piece. If another run came between the pieces of a run, it begins again."""
         for run in [self._packed(group) for group in groups]:
             functions, this, done, found = self._cut[run.function], object(), 0, []
             unwritten: Iterator[None] = iter(())
@@ -178,8 +175,7 @@ class ImageEncoder:
         return _Run(images, shapes, starts, size, name)
 
     def _put(self, run: "_Run", patches: np.ndarray) -> None:
-        """Writes the pixels of a run's patches to the first rows and columns of `patches`, float32 [patches,
-        columns]."""
+        """Writes the pixels of a run's patches to the first columns of `patches`, float32 [patches, columns]."""
         each = []
         for image, shape, start in run.each():
             for first in range(0, shape.of.rows, _PATCHES):
@@ -277,8 +273,7 @@ class _Shape(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Images that are encoded together. starts: first row of each image, then the end of the last one. size: patches of
-    the function."""
+    """Images that are encoded together. starts: first row of each, and the last end. size: patches of the function."""
 
     images: Sequence[PreparedImage]
     shapes: list[_Shape]

@@ -25,8 +25,7 @@ class Encoder(Protocol):
     def pieces(
         self, images: Sequence[PreparedImage], busy: Callable[[], bool]
     ) -> Generator[None, None, list[np.ndarray]]:
-        """Encodes images in pieces, in smaller ones while `busy`. Returns the features of each image, [rows,
-        columns]."""
+        """Encodes images in pieces, smaller ones while `busy`. Returns the features of each image, [rows, columns]."""
         ...
 
 

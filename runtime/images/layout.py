@@ -19,8 +19,7 @@ import numpy as np
 @dataclass(frozen=True)
 class Layout:
     """y, x: int [rows], the patch of each row; -1 for a row that is no patch. live: number of rows that attend to one
-    another. tokens: int [tokens], the group of each token. windows: int32 [rows, 2], first row and end of each row's
-    window."""
+    another. tokens: int [tokens], each token's group. windows: int32 [rows, 2], first row and end of a row's window."""
 
     y: np.ndarray
     x: np.ndarray

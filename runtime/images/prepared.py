@@ -1,5 +1,4 @@
-"""One tile of a picture in the form for an image encoder: normalized pixels, the number of tokens that it becomes, a
-key.
+"""One tile of a picture for an image encoder: normalized pixels, the number of tokens that it becomes, a key.
 
 A picture becomes a list of `Piece`, in the order in which they enter the prompt: tiles, and texts (marks of images,
 tiles and lines, which are tokenized with special tokens).

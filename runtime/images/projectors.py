@@ -1,5 +1,4 @@
-"""The projectors of image encoders: how each one cuts a picture, how many tokens a tile becomes, and the texts around
-tiles.
+"""The projectors of image encoders: how each cuts a picture, how many tokens a tile becomes, the texts around tiles.
 
 In: the manifest's entry of the encoder: {"projector": a name of `PROJECTORS`, "metadata": values of the mmproj file by
 key, "positions": "sequence" or "grid"}. Out: `Preparation.pieces`: the texts and tiles of a picture.
@@ -143,8 +142,7 @@ class Preparation:
             raise UserError(f"the metadata has {why} (clip.vision.image_*); use another mmproj file") from error
 
     def pieces(self, picture: Image) -> list[Piece]:
-        """The texts and tiles of a picture of mode RGB, as they enter the prompt. Raises UserError if it is too
-        narrow."""
+        """The texts and tiles of an RGB picture, as they enter the prompt. Raises UserError if it is too narrow."""
         tiles = self._projector.cut(picture, self._parameters)
         whole = None if tiles.whole is None else self._tile(tiles.whole)
         return self._projector.marks.around(whole, [self._tile(part) for part in tiles.parts], tiles.columns)

@@ -57,8 +57,7 @@ class ImagePrompts:
         return [piece for piece in pieces if piece != []]
 
     def prompt(self, text: str, images: Sequence[bytes]) -> Prompt:
-        """A prompt of a text with images. They replace `PLACE` if the text has it once for each image; otherwise they
-        come before the text."""
+        """A prompt of a text and images. These replace `PLACE` if it is there once for each, or precede the text."""
         if not images or text.count(PLACE) != len(images):
             return Prompt.of(self.encode(IMAGE * len(images) + text, images))
         return Prompt.of(self.encode(text.replace(PLACE, IMAGE), images))

@@ -97,8 +97,7 @@ class ImageRows:
         return token + self._offsets[bisect_right(self._starts, token)]
 
     def places(self, first: int, count: int) -> np.ndarray | None:
-        """The positions (t, y, x) of `count` tokens from number `first` on, int32 [count, 3]. None if they equal the
-        numbers."""
+        """The positions (t, y, x) of `count` tokens from number `first` on, int32 [count, 3]; None: their numbers."""
         if not self.grid:
             return None
         numbers = np.arange(first, first + count, dtype=np.int32)
@@ -122,8 +121,7 @@ class ImageRows:
                 yield ImagePart(begin - first, image, begin - start, end - begin)
 
     def whole(self, first: int) -> int:
-        """The number of rows that attend to one another at the beginning of a chunk whose first token is number
-        `first`."""
+        """How many rows attend to one another at the beginning of a chunk that begins with token number `first`."""
         i = bisect_right(self._starts, first) - 1
         return self._counts[i] if self._together and i >= 0 and self._starts[i] == first else 0
 

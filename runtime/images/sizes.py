@@ -1,5 +1,4 @@
-"""The sizes to which pictures are resized, and how they are cut. Arithmetic of integers and float32; sizes are (width,
-height).
+"""The sizes to which pictures are resized, and how they are cut, in integers and float32. Sizes are (width, height).
 
 The formulas agree with llama.cpp's `mtmd-image.cpp` (v0.5.0) to the last bit, because one pixel more changes the
 features. Its sources: `smart_resize` of Qwen2-VL, LLaVA-UHD (arXiv:2403.11703), LLaVA-NeXT's `select_best_resolution`,
@@ -88,7 +87,7 @@ def divisible(length: int, step: int) -> int:
 
 
 def resized_to(size: Size, side: int, step: int, enlarge: bool) -> Size:
-    """About side x side pixels in the picture's shape. A smaller picture is only resized if `enlarge`."""
+    """About side x side pixels in the picture's shape. A smaller picture is enlarged only if `enlarge`."""
     width, height = size
     if width * height > side * side or enlarge:
         shape = _f(width) / _f(height)

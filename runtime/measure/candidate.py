@@ -82,8 +82,7 @@ class Candidate:
 
     @cached_property
     def params(self) -> tuple[Param, ...]:
-        """The parameters. Paged caches get one more page for each single row of any state; the row writes this page
-        (`inputs.py`)."""
+        """The parameters. Paged caches get one more page for each single row, which it writes (`inputs.py`)."""
         rest, paged = ("name", "shape", "dtype", "role"), any(p["role"] == "pages" for p in self.facts["params"])
         states = [*self.facts["states"], *(case["state"] for case in self.cases)]
         private = max((single for _, _, single, *_ in states), default=0) if paged else 0

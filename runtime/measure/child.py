@@ -152,8 +152,7 @@ class Children(Closing):
 
 
 def serve(handle: Callable[[dict, Callable[[dict], None]], None]) -> None:
-    """The child's main loop. Calls handle(request, answer) for each request; answer(dict) sends an answer. Returns when
-    the parent has ended."""
+    """The child's main loop, until the parent ends: handle(request, answer) for each request; answer(dict) sends."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     follow_parent()

@@ -23,8 +23,7 @@ CHANCE = 0.02  # share of outputs that may equal the fill pattern by chance
 
 
 def differences(candidate: Candidate, state, expected: dict, found: dict) -> tuple[float, list[str]]:
-    """Compares the outputs of two runs, arrays by name. Returns (largest difference as a share of the tolerance, error
-    messages)."""
+    """Compares two runs' outputs, arrays by name. Returns (largest difference as share of the tolerance, errors)."""
     loose = "attention" in candidate.facts["workload"]["op"]
     live, worst, wrong = _live(candidate, state), 0.0, []
     outputs = {p.name: p for p in candidate.params if p.role in ("output", "cache")}

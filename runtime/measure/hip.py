@@ -1,5 +1,4 @@
-"""Measures on an AMD GPU. Calls are captured in a graph, because launches from Python are slow. HIP's events time
-them."""
+"""Measures on an AMD GPU, by HIP's events. Calls are captured in a graph, because launches from Python are slow."""
 
 import ctypes
 from collections.abc import Iterator

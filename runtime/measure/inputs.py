@@ -107,8 +107,7 @@ def _weight(param: Param, state) -> np.ndarray:
 
 
 def _plane(param: Param) -> np.ndarray:
-    """A plane, drawn as in `random_weights`. The "signs" of one tensor have the same offset, since minimums correspond
-    to scales."""
+    """A plane, as in `random_weights`. The "signs" of a tensor have one offset, as minimums correspond to scales."""
     pattern = drawn(str(param.numpy), *param.facts["draw"])
     tensor = param.name.rpartition("_")[0]
     start = zlib.crc32((tensor if param.facts["draw"][0] == "signs" else param.name).encode()) * LINE % pattern.nbytes
@@ -176,8 +175,7 @@ def routing_tables(facts: dict) -> dict[str, np.ndarray]:
 
 
 def routed_slots(facts: dict, live: int) -> int:
-    """The number of slots from the first to the last that kernels write. live: rows. Sorted slots are those of all
-    rows."""
+    """The number of slots up to the last that kernels write. live: rows. Sorted slots are those of all rows."""
     if facts["tile"] == 1:
         return facts["used"] * min(live, facts["m"])
     return int(routing_tables(facts)["Groups"][facts["tiles"] + facts["count"]]) * facts["tile"]

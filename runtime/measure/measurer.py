@@ -37,8 +37,7 @@ class Measurer(Closing):
         self._open = None
 
     def start(self, candidate: Candidate) -> dict:
-        """Opens the device for candidates of this kind. Returns its facts. Raises UserError if there is no such
-        device."""
+        """Opens the device for candidates of this kind. Returns its facts. Raises UserError if there is none."""
         key = (candidate.api, candidate.facts["arch"])
         if self._open != key:
             self.close()
@@ -53,7 +52,7 @@ class Measurer(Closing):
     def measure(self, folders, progress: Callable[[str, dict], None] = lambda folder, result: None) -> list[dict]:
         """Returns the results in the order of `folders`. Calls progress(folder, result) for each candidate, and again
         for one that is timed again. The first candidate of a workload is its reference. Raises UserError if there is no
-        device, or if the process dies for all candidates."""
+        device, or if the process dies MAX_DEATHS times while several candidates load."""
         names, results = [str(Path(folder)) for folder in folders], {}
         groups: dict[str, list[Candidate]] = {}
         for name in dict.fromkeys(names):
@@ -110,8 +109,7 @@ class Measurer(Closing):
             log.warning(text, min(100 * noise, 100))
 
     def interleaved(self, folders) -> list[list[float]]:
-        """Seconds of each candidate in each case: medians of interleaved rounds. Raises UserError if a candidate does
-        not run."""
+        """Seconds of each candidate in each case: medians of interleaved rounds. UserError if one does not run."""
         request = {"interleaved": list(map(str, folders))}
         try:
             answer = self._request(folders[0], request, self.timeout + LOAD * len(folders))
@@ -135,7 +133,7 @@ class Measurer(Closing):
         return {"checked": where, "passed": not answer["error"]} | found
 
     def _request(self, folder: str | Path, request: dict, timeout: float) -> dict:
-        """Opens the device for the candidate, and returns the answer to a request. Raises Died."""
+        """Opens the device for the candidate, and returns the answer to a request. Raises ChildDied."""
         self.start(read(folder))
         try:
             self._child.send(request)

@@ -1,5 +1,4 @@
-"""Measures a kit on another machine. A kit is a folder of candidates from `mlc-amd tune --export-kit`. Needs Python and
-numpy.
+"""Measures a kit (candidates from `mlc-amd tune --export-kit`) on another machine. Needs only Python and numpy.
 
     kit.json      format 2, id, target, arch, model; candidates {name: {"reference", ..}}: reference is the untuned
                   kernel of the same workload ("" for the untuned kernel itself)

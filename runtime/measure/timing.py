@@ -1,7 +1,6 @@
 """Times the candidates of one workload side by side, under the conditions of a running model.
 
-In: a backend (`vulkan.py`, `hip.py`, `cpu.py`) and candidates of one group. Out: a result for each candidate, a dict of
-JSON values:
+In: a backend (`vulkan.py`, `hip.py`, `cpu.py`) and candidates of one group. Out: for each a result, with JSON values:
 
     seconds     of a call: the mean over its cases of each case's median
     runs        the same for each repetition, in order
@@ -105,8 +104,7 @@ class Bench:
 
     def _run(self, index: int, count: int) -> float:
         """Seconds of one call: the mean of `count` consecutive calls."""
-        # Sequences over all copies are always equal, so backends can cache them. Shorter sequences continue where the
-        # last one ended.
+        # Sequences over all copies are equal, so backends can cache them. Shorter ones continue where the last ended.
         self._copy = 0 if count >= self.copies else self._copy
         calls = [self.call(index, (self._copy + i) % self.copies) for i in range(count)]
         self._copy = (self._copy + count) % self.copies
@@ -175,8 +173,7 @@ class Bench:
         return [seconds for _, _, seconds in best], max(others for others, _, _ in best)
 
     def measure(self, doing: Callable[[int], None], done: Callable[[int, dict], None]) -> None:
-        """Times all loaded candidates. Calls doing(number) before and done(number, result) after each one; again if it
-        is timed again."""
+        """Times all loaded candidates, some again. Calls doing(number) before, done(number, result) after a timing."""
         usable = [i for i in range(len(self.candidates)) if i not in self.failures]
         if not usable:
             return
@@ -209,8 +206,7 @@ class Bench:
         return float(np.percentile(seconds[:, 0] / seconds[:, 1], QUANTILE))
 
     def interleaved(self) -> np.ndarray:
-        """Seconds of a call, [round, candidate, case]. In a round, candidates run one after the other, with the same
-        noise."""
+        """Seconds of a call, [round, candidate, case]: in a round one after the other, with the same noise."""
         cases, rounds = self.candidates[0].cases, []
         indices = range(len(self.candidates))
         counts = {(place, i): self._settle(i, case["state"])[1] for place, case in enumerate(cases) for i in indices}
@@ -248,8 +244,7 @@ class _Reference:
         return float(np.median([result["seconds"] for result in self._results]))
 
     def drift(self) -> float:
-        """Times it again. Returns the relative difference to `seconds`. Its result is the timing nearest to the
-        median."""
+        """Times it again. Returns the relative difference to the median; its result is the timing nearest to that."""
         self._doing(self.index)
         self._results.append(self._time_it())
         self._done(self.index, min(self._results, key=lambda result: abs(result["seconds"] - self.seconds)))

@@ -1,5 +1,4 @@
-"""Measures on a GPU through Vulkan. Calls are recorded with barriers between them, and timed by the queue's own
-clock."""
+"""Measures on a GPU through Vulkan. Calls are recorded with barriers between them; the queue's own clock times them."""
 
 import ctypes
 from contextlib import ExitStack

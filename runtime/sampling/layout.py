@@ -26,7 +26,7 @@ RECENT = 1 << 30  # in the first word of a change: the repetition penalty applie
 TOKEN = RECENT - 1
 NO_MIN_P = -3.0e38
 ALL_ALLOWED = -1.0e30  # a min_p that excludes only what a mask excludes
-LISTED = 1024  # devices draw from at least this number of tokens without reading the row again
+LISTED = 1024  # if no more tokens than this remain, every device lists them, and does not read the row again
 CHANGES = 256  # largest number of changes of a row
 
 

@@ -1,5 +1,4 @@
-"""Changes of the logits of single tokens: penalties of recent tokens, and biases. For sampling on the host and on
-devices."""
+"""Changes of single tokens' logits: penalties of recent tokens, and biases. For sampling on host and devices."""
 
 import operator
 from collections import Counter
@@ -14,8 +13,7 @@ from mlc_amd.runtime.sampling.settings import Sampling
 
 @dataclass(frozen=True)
 class Changes:
-    """ids: distinct tokens, int32. recent: bool, whether the repetition penalty applies. added: what is added to their
-    logits, float32."""
+    """ids: distinct tokens, int32. recent: bool, for the repetition penalty. added: to their logits, float32."""
 
     ids: np.ndarray
     recent: np.ndarray
@@ -26,8 +24,7 @@ _NONE = Changes(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.float32
 
 
 def changes_of(sampling: Sampling, recent: Sequence[int]) -> Changes:
-    """The changes after the tokens `recent`, the latest last: first of tokens with a bias, then of the latest tokens;
-    at most CHANGES."""
+    """At most CHANGES changes after the tokens `recent`, the latest last: of biased tokens, then of the latest ones."""
     penalized = _penalized(sampling, recent)
     bias = dict(sampling.logit_bias)
     if not bias and not penalized:

@@ -67,8 +67,7 @@ class Sampler:
     def left(
         self, logits: np.ndarray, recent: Sequence[int] = (), allowed: np.ndarray | None = None
     ) -> tuple[np.ndarray | None, np.ndarray]:
-        """The candidates of a draw: (ids in ascending order, or None for all tokens; their weights, the largest of
-        which is 1)."""
+        """The candidates of a draw: (ids in ascending order, or None for all; their weights, the largest is 1)."""
         logits = _changed(logits, self.sampling, recent, allowed)
         largest = logits.max()
         ids, kept = self._candidates(logits, largest)
@@ -79,8 +78,7 @@ class Sampler:
         return ids, np.exp(weights, out=weights)
 
     def _candidates(self, logits: np.ndarray, largest: float) -> tuple[np.ndarray | None, np.ndarray]:
-        """The tokens that remain after top-k, top-p and min-p: (ids, logits) in the order of ids, or (None, all
-        logits)."""
+        """The tokens after top-k, top-p and min-p: (ids, logits) in the order of ids, or (None, all logits)."""
         s = self.sampling
         ids, kept = None, logits
         if 0 < s.top_k < len(logits):
@@ -99,10 +97,8 @@ class Sampler:
 
 
 def _draw(weights: np.ndarray, uniform: float) -> int:
-    """An index, drawn with probabilities proportional to the weights. uniform: the random number, 0 <= uniform < 1: the
-    index is that of the interval with it."""
-    # In two levels, a slice and then an index in it: a running sum over a whole vocabulary takes more than a
-    # millisecond.
+    """An index, drawn with probabilities proportional to the weights. uniform: the random number, 0 <= uniform < 1."""
+    # In two levels, a slice and then an index in it: a sum over a whole vocabulary takes more than a millisecond.
     starts = np.arange(0, len(weights), _SLICE)
     slices = np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)
     point = uniform * slices[-1]

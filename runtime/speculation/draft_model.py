@@ -29,8 +29,7 @@ _FEW = 8  # largest number of pending tokens that become single rows of a step
 
 
 class DraftModel:
-    """A `Drafter`. artifact, device: of the draft model; `close` closes them. Raises UserError if the vocabulary
-    differs."""
+    """A `Drafter`. artifact, device: of the draft model; `close` closes them. UserError if the vocabulary differs."""
 
     expected, free, at_once, follows = 0.7, False, False, False
 
@@ -44,8 +43,7 @@ class DraftModel:
         self._cache = KvCache(pages_of(device, manifest), manifest["context"], images=manifest.get("images"))
         self._runner = Runner(artifact, device, self._cache)
         self._sequences: OrderedDict[Request, Sequence] = OrderedDict()  # the least recently used first
-        # by request: how many of its tokens were read, and how many tokens of the sequence these became; the latter are
-        # no guesses
+        # by request: how many of its tokens were read, and how many tokens of the sequence, no guesses, these became
         self._known: dict[Request, tuple[int, int]] = {}
 
     def draft(self, wanted: Mapping[Request, tuple[TokenChoice, int]]) -> Mapping[Request, list[int]]:

@@ -118,8 +118,7 @@ class OwnDraft:
 
     @staticmethod
     def _most(request: Request, wanted: Mapping[Request, tuple[TokenChoice, int]]) -> int:
-        """The largest number of guesses. The keys of all guesses except the last two must fit the pages of the next
-        step."""
+        """The largest number of guesses: the keys of all but the last two must fit the pages of the next step."""
         sequence = request.sequence
         assert sequence
         return min(wanted[request][1], sequence.capacity - sequence.computed + 1)

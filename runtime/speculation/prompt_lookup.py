@@ -26,8 +26,7 @@ class _Index:
         self.read = len(tokens)
 
     def following(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Up to `count` tokens that followed the longest run with which `tokens` end; up to the first row of an
-        image."""
+        """Up to `count` tokens that followed the longest run with which `tokens` end; stops before rows of images."""
         for length in LENGTHS:
             if length < len(tokens) and (end := self.ends.get(tuple(tokens[-length:]))):
                 period = len(tokens) - end  # the text is assumed to repeat with this period

@@ -99,9 +99,9 @@ class Counts(NamedTuple):
 
 
 class Speculation:
-    """Before each step without a chunk, call `drafts`; after it `completed`, and `followed` if the drafter followed it.
-    While `resting` is not 0, call `rested` after the step and then `watched` instead. rows: the largest number of rows
-    of a step."""
+    """Before each step without a chunk, call `drafts`; after it `completed`. While `resting` is not 0, call `rested`
+    after the step and then `watched` instead. After each step during which no other one starts, also one with a chunk,
+    call `follow`. rows: the largest number of rows of a step."""
 
     def __init__(self, drafter: Drafter, rows: int, most: int = MOST) -> None:
         self.drafter, self._rows, self._most = drafter, rows, most
@@ -112,8 +112,7 @@ class Speculation:
         self._certain = _FORCED  # acceptance of forced guesses
         self.following = drafter.follows  # whether the drafter must follow the step without a chunk that is in progress
         self._trying = 0  # how many further steps it follows as a trial
-        # The number of steps before guesses may be worth their time; these steps may start ahead. For a free drafter: 0
-        # or 1.
+        # Steps before guesses may be worth their time; these steps may start ahead. With a free drafter: 0 or 1.
         self.resting = int(drafter.free)
         self._offers: dict[Request, int] = {}  # free guesses of the next tokens, which no step verifies
         self._steps, self._follows = StepTimes(), StepTimes()
@@ -144,8 +143,7 @@ class Speculation:
         self.resting = 1
 
     def watched(self, found: Mapping[Request, int], wanted: Mapping[Request, Wanted]) -> None:
-        """Called after a step without guesses. found: the chosen token of each request. wanted: the guesses that may
-        follow it."""
+        """Called after a step without guesses. found: the token of each request. wanted: guesses after it."""
         for request, token in found.items():
             if request in self._offers:
                 self._learn(request, self._offers[request] == token, len(found))
@@ -168,8 +166,8 @@ class Speculation:
         return {request: min(of.most, self._most) for request, of in wanted.items()}
 
     def _offered(self, wanted: Mapping[Request, Wanted], limits: Mapping[Request, int]) -> dict[Request, list[int]]:
-        """The guesses that take no time: for each request the longer of what its grammar forces and what a free drafter
-        guesses."""
+        """The guesses that take no time: for each request what its grammar forces or a free drafter guesses, the longer
+        of the two."""
         found = {request: forced for request, of in wanted.items() if (forced := self._forced_by(of, limits[request]))}
         self._forced = set(found)
         for request, drafts in (self._draft(wanted, limits) if self.drafter.free else {}).items():
@@ -184,8 +182,7 @@ class Speculation:
         return wanted.limit((), most) if wanted.limit else []
 
     def _draft(self, wanted: Mapping[Request, Wanted], counts: Mapping[Request, int]) -> dict[Request, list[int]]:
-        """The drafter's guesses. Ends at a guess that a grammar forbids; the tokens that the grammar forces follow
-        instead."""
+        """The drafter's guesses, up to one that a grammar forbids; then the tokens that the grammar forces."""
         choices = {request: (wanted[request].choice, count) for request, count in counts.items() if count}
         found = self.drafter.draft(choices) if choices else {}
         return {request: wanted[request].limited(drafts, counts[request]) for request, drafts in found.items()}
@@ -228,8 +225,7 @@ class Speculation:
         if follows:
             allowed = plain > 0 and self._continues(pays, may_lose, cost, any(one))
         elif self.drafter.free:
-            # A trial shows how long steps take. It is in vain if the guesses would not pay even if further rows took no
-            # time.
+            # A trial shows how long steps take. It is in vain if guesses do not pay even when rows take no time.
             gains = sum(self._acceptance_of(request) for request, count in zip(most, one, strict=True) if count)
             allowed = plain > 0 and gains > LOSS * answers and may_lose > (0 if pays else cost)
             self.resting = int(not allowed)
@@ -330,8 +326,7 @@ class Speculation:
 
 
 class StepTimes:
-    """Seconds of steps by their number of rows: the median of the last few measurements, interpolated between numbers
-    of rows."""
+    """Seconds of steps by number of rows: the median of the last few measurements, interpolated between numbers."""
 
     def __init__(self) -> None:
         self._rows: list[int] = []  # numbers of rows that were measured, sorted

@@ -35,14 +35,13 @@ _SWITCHES, _EFFORT = ("enable_thinking", "thinking"), "reasoning_effort"
 _SYSTEM, _USER = "a system message", "a user message"
 _IMAGE_PART = {"type": "image"}
 
-# Limits of processor time in seconds and of memory in bytes, for compiling and for each rendering. Both take
-# milliseconds.
+# Limits of processor time (seconds) and memory (bytes) for compiling and for a rendering, which take milliseconds.
 _SECONDS, _MEMORY = 2.0, 256 << 20
 _OVER_LIMIT = f"it takes more than {_SECONDS:.0f} s or {_MEMORY >> 20} MiB"
 
 
 def _merge_system(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
-    """Moves the system message to the beginning of the first user message. Without a user message, nothing changes."""
+    """Moves the system message, which is the first, to the beginning of the first user message, if there is one."""
     system, *others = messages
     at = next((i for i, message in enumerate(others) if message["role"] == "user"), None)
     if at is None:
@@ -72,11 +71,10 @@ def _with_marks(text: Traced, image: str) -> Traced:
 
 
 class ChatTemplate:
-    """The chat template of a model. Without one, the plain dialogue `FALLBACK`; `is_fallback` is then True.
-    Thread-safe.
+    """The chat template of a model; the plain dialogue `FALLBACK` if it has none (`is_fallback`). Thread-safe.
 
     source: the template's text    tokens: {"bos_token": text, ...}, "" where the model has no such token
-    The template is compiled at its first use. If that fails, every method raises UserError.
+    The template is compiled at its first use. If that fails, all methods that use it raise UserError.
     """
 
     def __init__(self, source: str | None, tokens: dict[str, str]):
@@ -88,7 +86,7 @@ class ChatTemplate:
     @classmethod
     def load(cls, directory: str | Path, name: str | None = None) -> "ChatTemplate":
         """Loads a template of the model in `directory`: the default one, or the one called `name` ("tool_use", "rag").
-        Raises UserError for a missing or corrupt file, a malformed template, or an unknown name."""
+        Raises UserError for a missing or corrupt file, or an unknown name."""
         config = read_config(Path(directory))
         named = config["chat_templates"]
         if name is not None and name not in named:
@@ -221,6 +219,5 @@ class ChatTemplate:
         return known[thinking]
 
     def stop_strings(self) -> tuple[str, ...]:
-        """The texts that end an assistant turn, in addition to the tokenizer's `end_ids`. Only the plain dialogue has
-        any."""
+        """The texts that end an assistant turn besides the tokenizer's `end_ids`. Only the plain dialogue has any."""
         return FALLBACK_STOPS if self.is_fallback else ()

@@ -45,9 +45,9 @@ class FillInMiddle:
         return frozenset(self._ids.values())
 
     def prompt(self, before: str, after: str, files: Sequence[OtherFile] = (), room: int | None = None) -> list[int]:
-        """The token ids of a prompt. room: the largest number of tokens. If they are more, the tokens farthest from the
-        gap are left out: the end of the text after the gap, if it exceeds a quarter of the room; then the beginning of
-        the text before the gap; then the first other files."""
+        """The token ids of a prompt. room: the largest number of tokens. If they are more, those farthest from the gap
+        are left out: first the beginning of the other files; then the end of the text after the gap, which keeps a
+        quarter of the room; then the beginning of the text before the gap."""
         if not self.possible:
             raise UserError("this model has no tokens to fill in the middle: use one for code that was trained for it")
         ids, encode = self._ids, self._encode

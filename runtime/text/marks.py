@@ -13,7 +13,7 @@ def split_at(text: str, marks: Sequence[str], last: bool = False) -> tuple[str, 
         return text[:place], mark, text[place + len(mark) :]
     if last:
         return text, None, ""
-    first = {mark[0] for mark in marks if mark}  # most marks begin with none of the text's characters
+    first = {mark[0] for mark in marks if mark}  # tested first: there may be many marks, few of which begin here
     places = (i for i, char in enumerate(text) if char in first and any(mark.startswith(text[i:]) for mark in marks))
     hold = next(places, len(text))
     return text[:hold], None, text[hold:]

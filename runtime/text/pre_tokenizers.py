@@ -4,7 +4,8 @@
 Names, regexes and flags are those of llama.cpp's `src/llama-vocab.cpp` (`llm_tokenizer_bpe` and
 `llama_vocab::impl::load`, as in llama-cpp-python 0.3.36). llama.cpp's regex engine has no Unicode classes, which
 changes the meaning of some regexes: upper-case and lower-case letters are one class (tiny_aya, youtu); only ASCII
-letters have case, and combining marks are no part of a word (gpt-4o, tekken); or it makes no difference (kimi-k2).
+letters have case, and combining marks are no part of a word (gpt-4o, tekken); or neither case nor marks matter
+(kimi-k2).
 Here, classes have the meaning that they have in the model's own tokenizer.
 """
 
@@ -49,8 +50,7 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 
 def _cased(number: str, suffix: str = "", symbols: str = r" ?[^\s\p{L}\p{N}]+[\r\n/]*", without: str = "") -> str:
-    """A regex whose words also end between a lower-case and an upper-case letter. without: characters that are not
-    letters here."""
+    """A regex whose words also end between a lower-case and an upper-case letter. without: which are no letters."""
     upper, lower = f"[{_UPPER}{without}]", f"[{_LOWER}{without}]"
     lower_word, upper_word = f"{_PREFIX}{upper}*{lower}+{suffix}", f"{_PREFIX}{upper}+{lower}*{suffix}"
     return _any(lower_word, upper_word, number, symbols, _SPACE)

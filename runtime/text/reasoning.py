@@ -48,8 +48,7 @@ class Parser(ABC):
 
 @dataclass(frozen=True)
 class ReasoningFormat(ABC):
-    """marks: the texts that separate the parts of an answer. If they are control tokens, the parser needs their
-    texts."""
+    """marks: the texts that separate the parts of an answer. The parser needs them, even if they are control tokens."""
 
     marks: tuple[str, ...]
 
@@ -67,8 +66,7 @@ class ReasoningFormat(ABC):
 
 @dataclass(frozen=True)
 class Tags(ReasoningFormat):
-    """marks: before and after the thinking, which comes before the answer. label: a text that follows the first
-    mark."""
+    """marks: before and after the thinking, which comes first. label: a text that follows the first mark."""
 
     label: str = ""
 
@@ -200,8 +198,7 @@ class Harmony(ReasoningFormat):
 
 class _HarmonyParser(Parser):
     def __init__(self, marks: tuple[str, ...], header: str | None):
-        """header: the beginning of a header, where the answer begins; None: the answer begins within the text of a
-        message."""
+        """header: its beginning, if the answer begins within one; None: it begins within the text of a message."""
         super().__init__()
         self._start, self._channel, _, self._message, self._end = marks
         self._header = header

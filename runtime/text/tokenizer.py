@@ -113,8 +113,7 @@ class Tokenizer:
                        all their characters are own. Otherwise they are plain text. User-defined tokens, which have no
                        control function, always become tokens.
 
-        Raises UserError for invalid Unicode, for a text that the library cannot tokenize, and if the model has no
-        tokenizer.
+        Raises UserError for invalid Unicode, for texts that the library cannot tokenize, and without a tokenizer.
         """
         try:
             text.encode()
@@ -207,8 +206,7 @@ class Tokenizer:
         return any(self._backend.token_to_id(name) is not None for name in (text, MARK + text))
 
     def token_text(self, token: int) -> str:
-        """The token as it is written in the vocabulary ("Ġthe", "▁the", "<0x0A>"). Raises UserError for an unknown
-        id."""
+        """The token as written in the vocabulary ("Ġthe", "▁the", "<0x0A>"). Raises UserError for an unknown id."""
         text = self._backend.id_to_token(token) if 0 <= token < self.vocab_size else None
         if text is None:
             raise UserError(f"token id {token} is outside the vocabulary: ids go from 0 to {self.vocab_size - 1}")

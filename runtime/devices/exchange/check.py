@@ -34,8 +34,7 @@ class Kernel(NamedTuple):
 
 
 class CheckedGpu(Protocol):
-    """A GPU of a check. begin: starts AT_ONCE rounds. wait: waits for their end. sums: the sums of the last round,
-    float32 [values]."""
+    """A GPU of a check. begin: starts AT_ONCE rounds. wait: for their end. sums: the last round's, float32 [values]."""
 
     name: str
 

@@ -31,8 +31,7 @@ def exchanges_inline(artifact, gpus: Sequence[int]) -> bool:
 
 
 def boxes_between(artifact, devices: Sequence[Any]) -> PeerBoxes | RelayedBoxes:
-    """The transport between open devices, which are in the order of ranks. Raises Unsuitable if the memory of the boxes
-    cannot be allocated."""
+    """The transport between open devices, in the order of ranks. Raises Unsuitable without memory for the boxes."""
     exchange = artifact.manifest["exchange"]
     if "relay" in exchange:
         memories = [device.memory for device in devices]

@@ -1,6 +1,6 @@
 """The transport between AMD GPUs through HIP. Each inbox is in its GPU's memory, and a kernel stores its words directly
-into the other GPUs' inboxes (peer access). There is no relay, and there are no outboxes of their own: a rank's
-"outbox" for another rank is its pair of slots in that rank's inbox."""
+into the other GPUs' inboxes (peer access). There is no relay, and there is no memory for outboxes: a rank's "outbox"
+for another rank is its pair of slots in that rank's inbox."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack

@@ -74,8 +74,7 @@ class Hip:
 
 
 def open_bindings():
-    """AMD's bindings, with the HIP runtime loaded. Raises UserError if the package or the runtime is missing or too
-    old."""
+    """AMD's bindings, with the HIP runtime loaded. Raises UserError if package or runtime are missing or too old."""
     try:
         bindings = importlib.import_module("rocm.bindings.hip")
         paths = importlib.import_module("rocm.bindings.util.paths")

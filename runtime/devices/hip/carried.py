@@ -1,8 +1,7 @@
 """Copies activations between this GPU's arena and the host memory (`Handover`) through which GPUs that share a model
 exchange them (runtime/devices/staged.py, tensor.py). Other devices copy nothing.
 
-With --split tensor, large copies go to separate streams, one for each direction, so that another run can compute at the
-same time."""
+With --split tensor, large copies go to separate streams, one for each direction, beside which another run computes."""
 
 import ctypes
 from collections.abc import Mapping

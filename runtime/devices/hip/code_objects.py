@@ -43,8 +43,7 @@ def load(
 
 
 def relabel(code: bytes, old: str, new: str) -> bytes:
-    """Changes a code object for chip `old` to one for chip `new` of the same group: in the ELF header and the
-    metadata."""
+    """Changes a code object for chip `old`, in ELF header and metadata, to one for chip `new` of the same group."""
     group = next(group for group in SAME_ISA if old in group)
     changed = bytearray(code.replace(f"-{old}".encode(), f"-{new}".encode()))
     changed[E_FLAGS] = group[new]

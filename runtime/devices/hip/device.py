@@ -168,8 +168,7 @@ class HipDevice(QueuedDevice):
         self._graphs.update(graphs)
 
     def _trials(self, graphs: dict) -> Generator[None, None, dict[str, list[bytes]]]:
-        """{function: results of `_trial`}. The arena is cleared first, because unused rows, too, are sent to other GPUs
-        and compared."""
+        """{function: results of `_trial`}. Clears the arena first, as unused rows are also sent and compared."""
         self.memory.clear("arena")
         found = {}
         for name in self._launches:
@@ -178,8 +177,8 @@ class HipDevice(QueuedDevice):
 
     def _trial(self, function: str, graphs: dict) -> Generator[None, None, list[bytes]]:
         """Computes a few steps with different tokens and positions, by a graph if `graphs` has the function. Returns
-        the bytes of each step's results: logits, and the data for other GPUs. A step has a chunk if the function has
-        one, otherwise single rows, all of one sequence."""
+        the bytes of each step's results: logits, and the data for other GPUs. The rows of all steps are consecutive in
+        one sequence: single rows, then a chunk, as far as the function has these."""
         entry, vocab = self.manifest["functions"][function], self.manifest["model"]["vocab"]
         if is_encoder(function):
             self.write("state", (0, entry["rows"], 0, 0))
@@ -230,8 +229,7 @@ class HipDevice(QueuedDevice):
         return self._run(function, {} if plain else self._graphs)
 
     def _run(self, function: str, graphs: dict) -> Iterator[None]:
-        """Runs a function, by its graph if `graphs` has one and the step is not long. The iterator pauses before each
-        wait for a piece."""
+        """Runs a function, by its graph if `graphs` has one and the step is not long. Pauses before each wait."""
         self._send_inputs(function)
         part = self._carried.parts[1]
         for piece in self.pacer.pieces(function) or ((),):
@@ -271,14 +269,12 @@ class HipDevice(QueuedDevice):
         self._carried.parts = received, sent
 
     def _numbers(self, function: str, piece: WorkPiece) -> Sequence[int]:
-        """The indices of the launches of a piece; (): of all launches. HIP launches whole grids, so parts are
-        ignored."""
+        """The indices of a piece's launches; all for the piece (). HIP launches whole grids, so parts are ignored."""
         return [part.launch for part in piece] or range(len(self._launches[function]))
 
     def time(self, function: str, meanwhile: Callable[[], None] | None = None) -> list[tuple[str, float, float]]:
-        """Runs a function with an event before and after each launch. Returns (kernel, seconds, seconds since the end
-        of the launch before) of each launch. Gaps are longer than in a graph. meanwhile: called once the GPU
-        computes."""
+        """See the protocol. Runs a function with an event before and after each launch. Gaps are longer than in a
+        graph. meanwhile: called once the GPU computes."""
         with self._usable(f"running {function}"):
             return self._time(function, meanwhile)
 

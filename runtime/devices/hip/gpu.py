@@ -1,5 +1,4 @@
-"""Lists the GPUs that HIP reports, and chooses one for an artifact, together with the code object that it can run
-(`sibling`)."""
+"""Lists the GPUs that HIP reports, and chooses one, with the code object that it can run, for an artifact."""
 
 import logging
 import os

@@ -1,5 +1,4 @@
-"""Kernel launches on a stream: they are prepared once, and enqueued one by one or captured in a graph. Events measure
-their times.
+"""Kernel launches on a stream: prepared once, enqueued one by one or captured in a graph, and timed by events.
 
 A launch from Python takes longer than a small kernel; a graph replays any number of launches with one call. Events
 between launches prevent these from overlapping, and take some microseconds themselves, which count as gaps.

@@ -56,8 +56,8 @@ def _bytes(address: int, count: int) -> np.ndarray:
 
 
 def _rank(name: str, entry: dict) -> int:
-    """The order of io buffers in memory: 0 for inputs of each step, 1 for tables (kept for many steps), 2 for large
-    outputs, 3 for small ones."""
+    """The order of io buffers in memory: 0 for inputs of each step, 1 for *tables* (inputs that are kept for many
+    steps, `is_kept`), 2 for large outputs, 3 for small ones."""
     return 2 + (nbytes(entry) <= SMALL) if name in RESULTS else int(is_kept(name))
 
 
@@ -90,8 +90,7 @@ class HipMemory:
         # Kernels run one after the other, so they share one block of scratch memory.
         found = {name: places(dict(enumerate(sizes))) for name, sizes in scratch.items()}
         self._scratch_at = {name: list(offsets.values()) for name, (offsets, _) in found.items()}
-        # Inputs of each step come first, so that one copy transfers them; then tables, which are copied when they
-        # change.
+        # Inputs of each step come first, so that one copy transfers them; then tables, copied when they change.
         ranks = {name: _rank(name, entry) for name, entry in manifest["io"].items()}
         self._io = {name: manifest["io"][name] for name in sorted(ranks, key=lambda name: ranks[name])}
         self._io_at, io_bytes = places({name: nbytes(entry) for name, entry in self._io.items()})
@@ -141,8 +140,7 @@ class HipMemory:
             raise UserError(self._out_of_memory(needed, free)) from e
 
     def _place(self, offsets: dict, n_cpu_moe: int) -> None:
-        """Sets the addresses of the weights' tensors, in their block or in host memory. offsets: {range: offset in the
-        block}."""
+        """Sets the addresses of the weights' tensors, in their block or in host memory. offsets: in the block."""
         try:
             hosts = {one: self._mapped_block(one.nbytes) for one in self._ranges if one.host}
         except HipError as e:
@@ -255,8 +253,7 @@ class HipMemory:
         self.hip("hipMemcpyAsync", target, source, self.host["sampled"][:rows].nbytes, kind, self.stream)
 
     def fetch(self, name: str, rows: int, first: int = 0) -> np.ndarray:
-        """Enqueues the copy of rows first .. rows-1 of an io buffer to the host. Returns the array to which they are
-        copied."""
+        """Enqueues the copy of rows first .. rows-1 of an io buffer to the host. Returns the array that it fills."""
         array = self.host[name][first:rows]
         self._fetch(self._io_at[name] + self.host[name][:first].nbytes, array.nbytes, array.ctypes.data)
         return array

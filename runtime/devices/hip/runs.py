@@ -57,8 +57,7 @@ class HipRuns(RunHooks):
         self._results: Mapping[str, np.ndarray] = {}  # small outputs of the run that was waited for last
 
     def read(self, name: str, rows: int) -> np.ndarray | None:
-        """The first rows of a small output of the run that was waited for last. None for other outputs, and after
-        `settle`."""
+        """The first rows of a small output of the run that was waited for last; None for others, or after `settle`."""
         return self._results[name][:rows] if name in self._results else None
 
     def prepare_late(self, name: str) -> None:

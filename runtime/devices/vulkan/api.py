@@ -307,8 +307,7 @@ def strings(texts) -> ctypes.Array:
 
 
 def open_loader():
-    """(vkGetInstanceProcAddr, `Calls` of the functions that need no instance). Raises UserError if the machine has no
-    Vulkan loader."""
+    """(vkGetInstanceProcAddr, `Calls` of functions without an instance). Raises UserError without a Vulkan loader."""
     try:
         library = ctypes.CDLL(LIBRARY)
     except OSError as e:

@@ -238,8 +238,7 @@ class VulkanDevice(QueuedDevice):
         return prepare(kernel, self._pipelines[step["symbol"]], step, spans, 0 if step["table"] else None)
 
     def _write_tables(self, tables: list[tuple[VulkanLaunch, list[int]]]) -> None:
-        """Writes the tables of arguments' addresses of kernels with many arguments, all in one block. tables: (launch,
-        addresses)."""
+        """Writes the tables of addresses of kernels with many arguments, in one block. tables: (launch, addresses)."""
         if not tables:
             return
         sizes = {i: 8 * len(addresses) for i, (_, addresses) in enumerate(tables)}

@@ -62,8 +62,7 @@ def failures() -> list[Failure]:
 
 
 def failure(manifest: Path) -> Failure | None:
-    """Loads the driver of a manifest and lists its devices. Returns None if this works, and for a driver of another CPU
-    architecture."""
+    """Loads the driver of a manifest and lists its devices. None if this works, and for another CPU architecture."""
     try:
         described = json.loads(manifest.read_text())["ICD"]
         library = str(described["library_path"])

@@ -54,8 +54,7 @@ NO_DRIVER = (
 
 @dataclass(frozen=True)
 class Heap:
-    """A memory heap. size, free: bytes. free: what this process may still allocate; `size` if the driver does not
-    report it."""
+    """A memory heap, in bytes. free: what this process may still allocate; `size` if the driver does not report it."""
 
     size: int
     free: int
@@ -109,8 +108,7 @@ class VulkanGpu:
 
 class Instance(Closing):
     """An open Vulkan instance. gpus: its devices; handles: by `VulkanGpu.index`, the handle of each physical device. It
-    is a context manager; `close` may be called twice. Raises UserError if there is no loader, no driver or no
-    device."""
+    is a context manager; `close` may be called twice. Raises UserError without a loader, a driver or a device."""
 
     def __init__(self):
         get, library = api.open_loader()
@@ -334,8 +332,7 @@ def missing(gpu: VulkanGpu, needs: dict) -> list[str]:
 
 
 def preferred(gpus: list[VulkanGpu], wanted: str | None = None) -> list[VulkanGpu]:
-    """The GPUs that the user selects, the best first. wanted: see `choice.selected`. Raises UserError if there are
-    none."""
+    """The GPUs that the user selects, the best first. wanted: see `choice.selected`. Raises UserError for none."""
     order = sorted(
         gpus, key=lambda gpu: (RANK[gpu.type], -sum(heap.size for heap in gpu.heaps if heap.device_local), gpu.index)
     )

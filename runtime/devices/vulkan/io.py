@@ -159,8 +159,7 @@ class Io:
         recorder.copy(sampled, offset, target, begin, self.byte_count("sampled", function))
 
     def record_late(self, recorder: CommandRecorder, function: Mapping, slot: int | None) -> None:
-        """Records the copies of LATE inputs, the rows that a function uses. `record_inputs` and `before` are too early
-        for these."""
+        """Records the copies of the used rows of LATE inputs, for which `record_inputs` and `before` are too early."""
         if slot is None and not self.copies:
             return
         inputs = self._inputs[slot]
@@ -216,8 +215,7 @@ class Io:
         return found
 
     def late(self, slot: int | None = None) -> None:
-        """Puts LATE inputs, which were written since `before`, into the memory from which the commands of `record_late`
-        copy them."""
+        """Puts LATE inputs, written since `before`, into the memory from which `record_late` copies them."""
         self._inputs[slot].put(self._written, self._host)
         for name in LATE:
             self._stale.pop(name, None)

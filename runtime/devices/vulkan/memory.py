@@ -27,8 +27,7 @@ MAPPED = api.HOST_VISIBLE | api.HOST_COHERENT
 
 
 class MemoryFlags(NamedTuple):
-    """A condition on a memory type. flags: the property flags that it must have; without: those that it must not
-    have."""
+    """A condition on a memory type: the property flags that it must have, and those that it must not have."""
 
     flags: int
     without: int = 0
@@ -124,9 +123,8 @@ class VulkanMemory:
         return found if self.context.budget else [size - used for size, used in zip(found, self._used, strict=True)]
 
     def left(self) -> int:
-        """The bytes that a KV cache of size "auto" may take: what is free in the largest device-local heap but for
-        RESERVE. On a unified GPU: what is free in all heaps but for RESERVE, and at most 1/HOST_PART of the available
-        memory."""
+        """The bytes that a KV cache of size "auto" may take: what is free in the device-local heap with most free but
+        for RESERVE; on a unified GPU in all heaps but for RESERVE, at most 1/HOST_PART of the available memory."""
         local = [free for heap, free in zip(self.gpu.heaps, self.free(), strict=True) if heap.device_local]
         if not self.gpu.unified:
             return max(local) - RESERVE

@@ -29,8 +29,7 @@ _Key = TypeVar("_Key", bound=Hashable)  # by which a caller identifies a kernel
 
 
 class Pipelines:
-    """Builds pipelines with a common layout. push: bytes of push constants. subgroup: the subgroup size that kernels
-    require, 0 for any."""
+    """Builds pipelines with a common layout. push: bytes of push constants. subgroup: required size, 0 for any."""
 
     def __init__(self, context: Context, push: int, subgroup: int):
         self.context, self.subgroup = context, subgroup

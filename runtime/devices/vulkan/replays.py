@@ -7,7 +7,7 @@ A function may have several recordings:
 - pieces, for long steps (pieces.py). A piece is submitted when the piece before is done. The recordings are used again
   until the pacer changes the pieces.
 - two parts, for runs that start before their LATE inputs are written: the launches that do not read these, and the
-rest.
+  rest.
 - recordings with a slot (`Io`), for runs that start while another run is in progress.
 """
 
@@ -94,8 +94,7 @@ class Replays(RunHooks):
     # ---- runs with a wait
 
     def run(self, name: str, plain: bool) -> Iterator[None]:
-        """Runs a function, in pieces if it is long. The iterator pauses before each wait. plain: records the function
-        for this run alone."""
+        """Runs a function, in pieces if it is long. Pauses before each wait. plain: records it for this run alone."""
         pieces = self.pacer.pieces(name)
         submissions = self._record(name, pieces) if plain else self._recorded(name, pieces)
         yield from self._submit(name, pieces, submissions)
