@@ -106,7 +106,7 @@ def test_an_image_that_does_not_fit_is_refused(tmp_path):
             encoder.encode([prepared(np.zeros((3, 24, 32), np.float32), 2)])
         with pytest.raises(UserError, match="larger --ctx"):
             encoder.encode([prepared(np.zeros((3, 16, 16 * 2048), np.float32), 2048)])
-        with pytest.raises(UserError, match="2 rows, and 3 were planned"):
+        with pytest.raises(UserError, match="2 rows, but the prompt has 3"):
             encoder.encode([prepared(np.zeros((3, 16, 32), np.float32), 3)])
     finally:
         device.close()

@@ -1,7 +1,8 @@
-"""Threads that move words from each GPU's outbox, in host memory, to the inboxes of the others, while kernels run.
+"""Threads of the host that copy words from the outbox of each GPU to the inboxes of the others, while kernels run.
 
-They run machine code from the artifact (compiler/codegen/relay.ll has its table of arguments) without Python's lock,
-poll while a step is in progress, and sleep otherwise.
+The threads run machine code from the artifact without Python's lock (compiler/codegen/relay.ll documents its
+arguments). They poll outboxes during a step, and sleep otherwise. In: addresses of outboxes and inboxes, and the number
+of words of each round.
 """
 
 import ctypes
@@ -17,17 +18,19 @@ import numpy as np
 from mlc_amd.runtime.exchange_layout import LINE, WORD, outbox_words, row
 from mlc_amd.runtime.host import available_threads
 
-PATIENCE = 200000  # polls without a word or a round before Python's side has a look: some milliseconds
+PATIENCE = 200000  # polls without a new word or round after which the machine code returns: some milliseconds
 SLEEP = 0.02  # seconds without a round after which a thread sleeps
-WAYS = 8  # threads that share an outbox, at most: 16 rows of 4096 took 30 us with them, 38 with 4, and 32 with 16
-STRIPE = 5  # log2 of the cache lines that a thread copies in a row: 16 rows of 8192 took 17 us, 40 with lines in turn
-RING = 4096  # rounds that are asked for and not done, at most
-HEADER, ENTRY = 11, 9  # int64 of a job, and of each of its outboxes
+WAYS = 8  # upper limit of the threads that share an outbox; a round of 16 x 4096 values: 30 us; 38 with 4, 32 with 16
+# log2 of the consecutive cache lines that a thread copies; a round of 16 x 8192 values: 17 us; 40 with single lines, as
+# a CPU prefetches the lines next to the one that it reads
+STRIPE = 5
+RING = 4096  # upper limit of the rounds that are requested and not done
+HEADER, ENTRY = 11, 9  # int64 elements of a job's header, and of each of its outboxes
 ASKED_AT, DONE, AT_LINE, AT_OUTBOX, OUTBOXES, MOST_IDLE, SLOT, RING_AT, WAY, OF_WAYS, STRIPE_BITS = range(HEADER)
 
 
 class RelayCode:
-    """The function, mapped from its file."""
+    """The machine code of the relay, mapped from its file."""
 
     def __init__(self, file: Path):
         with open(file, "rb") as opened:
@@ -37,13 +40,13 @@ class RelayCode:
 
 
 def runs_here() -> bool:
-    """Whether the machine code is for this host."""
+    """Whether this host can run the machine code."""
     return platform.machine() in ("x86_64", "AMD64")
 
 
 class Relay:
-    """outboxes, inboxes: of each rank, addresses in this process; capacity: words of a slot; threads: about how many,
-    by default half of the host's cores."""
+    """Starts the threads. outboxes, inboxes: their addresses in this process, in the order of ranks. capacity: words in
+    a slot. threads: approximate number of threads; default: half of the CPUs that this process may use."""
 
     def __init__(
         self,
@@ -62,17 +65,17 @@ class Relay:
         self._movers = [_Mover(self, *share) for share in self._shares]
 
     def begin(self, rounds: int, words: int) -> None:
-        """Moves the words of so many more rounds; returns at once."""
+        """Requests that `rounds` more rounds of `words` words each are copied. Returns immediately."""
         assert rounds <= RING // 2, "rounds of earlier calls may not be done"
         asked = int(self.asked[0])
         self.lines[np.arange(asked, asked + rounds) % RING] = words // LINE
-        self.asked[0] = asked + rounds  # the last: threads read what was written before
+        self.asked[0] = asked + rounds  # after `lines`, which threads read when they see this
         for mover in self._movers:
             if mover.asleep:
                 mover.wake.set()
 
     def stop(self) -> None:
-        """Ends all rounds, also those whose words did not come. The next one is the first again."""
+        """Ends all rounds, also those whose words have not arrived. The next round is numbered as the first."""
         self.close()
         self.closed, self.asked[0] = False, 0
         self._movers = [_Mover(self, *share) for share in self._shares]
@@ -86,7 +89,7 @@ class Relay:
 
 
 class _Mover:
-    """One thread; share: the last arguments of `job`."""
+    """A thread. share: the arguments of `job` from `outboxes` on."""
 
     def __init__(self, relay: Relay, *share):
         self._relay, self.asleep, self.wake = relay, False, threading.Event()
@@ -101,7 +104,7 @@ class _Mover:
                 time.sleep(0)
                 since = time.monotonic()
             elif time.monotonic() - since > SLEEP:
-                self.asleep = True  # before the count is read again: `begin` writes it before it reads this
+                self.asleep = True  # before `asked` is read again: `begin` writes `asked` before it reads `asleep`
                 if relay.asked[0] <= self.job[DONE]:
                     self.wake.wait()
                 self.asleep = False
@@ -118,8 +121,9 @@ def job(
     ways: int,
     stripe: int | None = None,
 ) -> np.ndarray:
-    """The code's argument: stripe `way` of lines and each `ways`th after it of some outboxes (address, addresses of
-    inboxes), from the next round on that is asked for. stripe: as of STRIPE."""
+    """The argument of the machine code: a job that copies stripe `way` of the lines, and every `ways`th stripe after
+    it, beginning with the next round that is requested. outboxes: (address, addresses of the inboxes that receive its
+    words) of each. stripe: see STRIPE."""
     made = np.zeros(HEADER + ENTRY * len(outboxes), np.int64)
     made[[ASKED_AT, RING_AT, DONE]] = asked.ctypes.data, lines.ctypes.data, asked[0]
     made[[OUTBOXES, MOST_IDLE, SLOT]] = len(outboxes), PATIENCE, capacity * WORD
@@ -131,7 +135,7 @@ def job(
 
 
 def _targets(sender: int, inboxes: Sequence[int], capacity: int) -> list[int]:
-    """Where the words of a rank go."""
+    """Addresses in the inboxes of the other ranks that receive the words of `sender`."""
     return [
         inbox + row(sender, receiver) * outbox_words(capacity) * WORD
         for receiver, inbox in enumerate(inboxes)
