@@ -119,6 +119,7 @@ def test_pieces_are_submitted_together_while_nobody_waits(engine):
     assert waits == [together, one, one + further]  # inputs of a new shape: positions, angles, places
 
 
+@pytest.mark.parametrize("engine", [("cpu", "native")], ids=["cpu"], indirect=True)  # GPUs have no part in it
 def test_what_depends_on_the_shape_of_an_image_is_computed_by_the_thread_of_its_request(engine, monkeypatch):
     """Not by the one that computes steps, also where the images of more shapes wait than are kept without images."""
     threads, of_steps, encoder = [], [], engine.features.encoder
