@@ -7,7 +7,7 @@ stderr says what "auto" has chosen.
 
 from collections.abc import Callable
 
-from mlc_amd.runtime.devices.opening import KINDS
+from mlc_amd.runtime.devices.division import KINDS
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import kfd_gpus
 from mlc_amd.tools.terminal import display

@@ -15,6 +15,8 @@ from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.devices.choice import selection
 from mlc_amd.runtime.errors import UsageError, UserError
 
+KINDS = ("cpu", "rocm", "vulkan")
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -41,6 +43,17 @@ class GpuMemory:
     index: int
     name: str
     free: int
+
+
+def placement(kind: str, name: str | None, devices: tuple[int, ...] = (), shares: tuple[float, ...] = ()) -> Placement:
+    """The placement that arguments of `open_device` choose for a model of target `kind`. Raises UserError for another
+    target's name, for GPUs with target cpu, and for contradictory arguments."""
+    which = None if name == kind else name
+    if which in KINDS or (kind == "cpu" and (which is not None or devices or shares)):
+        other = which if which in KINDS else "rocm or vulkan to choose a GPU"
+        asked = f"not '{which}'" if which is not None else "which has no GPUs"
+        raise UserError(f"this model is for target '{kind}', {asked}; compile it with --target {other}")
+    return Placement(which, devices, shares)
 
 
 def find(artifact, wanted: Placement, n_cpu_moe: int = 0) -> list[tuple[int, Stage]]:

@@ -9,14 +9,12 @@ from mlc_amd.runtime.artifact.ranks import rank_artifact
 from mlc_amd.runtime.artifact.stages import Stage
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices import division
-from mlc_amd.runtime.devices.division import Placement
+from mlc_amd.runtime.devices.division import Placement, placement
 from mlc_amd.runtime.devices.exchange.choice import exchanges_inline
 from mlc_amd.runtime.devices.several import Opener
 from mlc_amd.runtime.devices.staged import StagedDevice
 from mlc_amd.runtime.devices.tensor import TensorDevice
 from mlc_amd.runtime.errors import UserError
-
-KINDS = ("cpu", "rocm", "vulkan")
 
 log = logging.getLogger("mlc_amd")
 
@@ -55,17 +53,6 @@ def open_device(
         return lambda: _open_one_of_several(stage.of(artifact), gpu, experts, size)
 
     return StagedDevice(artifact, [opener(*one) for one in found])
-
-
-def placement(kind: str, name: str | None, devices: tuple[int, ...] = (), shares: tuple[float, ...] = ()) -> Placement:
-    """The placement that arguments of `open_device` choose for a model of target `kind`. Raises UserError for another
-    target's name, for GPUs with target cpu, and for contradictory arguments."""
-    which = None if name == kind else name
-    if which in KINDS or (kind == "cpu" and (which is not None or devices or shares)):
-        other = which if which in KINDS else "rocm or vulkan to choose a GPU"
-        asked = f"not '{which}'" if which is not None else "which has no GPUs"
-        raise UserError(f"this model is for target '{kind}', {asked}; compile it with --target {other}")
-    return Placement(which, devices, shares)
 
 
 def _open_ranks(artifact, wanted: Placement, kv: KvSize) -> TensorDevice:

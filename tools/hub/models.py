@@ -23,7 +23,7 @@ from mlc_amd.runtime.artifact.artifact import CannotWrite, source_id
 from mlc_amd.runtime.artifact.manifest import MANIFEST
 from mlc_amd.runtime.artifact.memory import CONTEXT_STEP
 from mlc_amd.runtime.cache.kv_pool import KvSize
-from mlc_amd.runtime.devices import opening
+from mlc_amd.runtime.devices.division import placement
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.options import CompileOptions, LoadOptions, RopeOptions
 from mlc_amd.tools import target as targets
@@ -228,7 +228,7 @@ def artifact_path(options: LoadOptions, synthetic: str | None = None, sees: bool
         return path
     check_compiler(synthetic or path)
     resolved = options.resolved(*targets.resolve(options.target, options.arch, options.device))
-    opening.placement(resolved.target, options.device, options.devices, options.tensor_split)
+    placement(resolved.target, options.device, options.devices, options.tensor_split)
     resolved = _with_encoder(path, resolved)
     if sees and resolved.mmproj is None:
         raise UserError(f"{synthetic or path} comes without an image encoder; give its file with --mmproj FILE")
