@@ -14,7 +14,7 @@ import numpy as np
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.images.encoder import ImageEncoder
-from mlc_amd.runtime.images.pictures import decode, picture_bytes
+from mlc_amd.runtime.images.pictures import read_picture
 from mlc_amd.runtime.images.prepared import PreparedImage
 from mlc_amd.runtime.options import LoadOptions
 from mlc_amd.tools.hub import models
@@ -48,7 +48,7 @@ def opened(load: LoadOptions) -> Iterator[OpenEncoder]:
 def write(load: LoadOptions, image: str, output: str) -> None:
     """Writes the features of a picture to the file `output`. load: names the model. Raises UserError for a model
     without an image encoder, or a picture that it cannot take."""
-    picture = decode(picture_bytes(image), f"the image {image}")
+    picture = read_picture(image)
     with opened(load) as sees:
         features = sees.encoder.encode(sees.tiles(picture))
     with open(Path(output).expanduser(), "wb") as file:

@@ -148,11 +148,11 @@ class ImageEncoder:
         a piece. If another run came between the pieces of a run, it begins again."""
         for run in [self._packed(group) for group in groups]:
             functions, this, done, found = self._cut[run.function], object(), 0, []
-            unwritten: Iterator[None] = iter(())
+            unwritten: Iterator[bool] = iter(())
             while done < len(functions):
                 if self._begun is not this:
                     self._begun, done, unwritten = this, 0, self._writes(run)
-                if next(unwritten, unwritten) is None:
+                if next(unwritten, False):
                     if busy():
                         yield []
                     continue
@@ -192,21 +192,21 @@ class ImageEncoder:
             copies += zip(parts(rows[start : start + shape.of.rows]), parts(shape.inputs[key]), strict=True)
         share(np.copyto, copies)
 
-    def _writes(self, run: "_Run") -> Iterator[None]:
-        """Writes the device's inputs, and pauses after each: large ones take as long as steps."""
+    def _writes(self, run: "_Run") -> Iterator[bool]:
+        """Writes the device's inputs. Yields True after each, because a large one takes as long as a step."""
         self._device.fill("patches", run.starts[-1], partial(self._put, run))
-        yield
+        yield True
         written = run.size, [*map(self._patches, run.images)]
         if self._written != written:
             self._written = None
             for key in run.shapes[0].inputs:
                 self._device.fill(key, run.starts[-1], partial(self._put_inputs, run, key))
-                yield
+                yield True
             for key, rows in self._places(run).items():
                 if key in self.vision["io"]:
                     self._device.write(key, rows)
             self._written = written
-            yield
+            yield True
 
     def _write_counts(self, run: "_Run") -> None:
         """Writes the inputs that steps of the decoder use, too."""

@@ -45,6 +45,11 @@ def picture_bytes(source: object, where: str = "the image") -> bytes:
     raise UserError(f"{where} is {shorten(source)}: it must be a path, bytes, a data URL or a PIL image")
 
 
+def read_picture(path: str) -> "Image":
+    """The decoded picture in a file. Raises UserError, which names the file, if it cannot be read."""
+    return decode(picture_bytes(path), f"the image {path}")
+
+
 def of_data_url(url: str, where: str) -> bytes:
     """The bytes in a data URL such as "data:image/png;base64,...". Raises UserError for other data URLs."""
     head, comma, text = url.partition(",")

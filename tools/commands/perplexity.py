@@ -13,7 +13,7 @@ import numpy as np
 
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UsageError, UserError
-from mlc_amd.runtime.images.pictures import decode, picture_bytes
+from mlc_amd.runtime.images.pictures import read_picture
 from mlc_amd.runtime.images.rows import Prompt
 from mlc_amd.runtime.options import MANY, LoadOptions, Option
 from mlc_amd.runtime.sampling.sampler import log_sums
@@ -62,7 +62,7 @@ def run(
         raise UsageError("give either --text FILE or --ids FILE.npz")
     read = read_text(text) if text is not None else None
     given = _read_ids(Path(ids).expanduser()) if ids is not None else np.empty(0, np.int64)
-    seen = None if image is None else decode(picture_bytes(image), f"the image {image}")
+    seen = None if image is None else read_picture(image)
     engine = models.load_engine(replace(load, model=model), sees=seen is not None)
     sequence = given if read is None else np.asarray(engine.tokenizer.encode(read), dtype=np.int64)
     prompt = Prompt(sequence.tolist()) if seen is None else _with_image(engine, sequence, seen)

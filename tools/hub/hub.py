@@ -30,7 +30,7 @@ from mlc_amd.tools.terminal import display
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")  # checked, because it becomes the name of a file
 _CHUNK = 8 << 20  # bytes that are hashed in one piece
-_PATIENCE = 1.0  # seconds of waiting for another process's download, after which the user is told
+_PATIENCE = 1.0  # seconds of waiting for another process's download, before a message says so
 _CLIENT: dict[str, Any] = {"library_name": "mlc-amd", "library_version": mlc_amd.__version__}
 
 

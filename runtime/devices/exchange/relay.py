@@ -119,7 +119,7 @@ def job(
     capacity: int,
     way: int,
     ways: int,
-    stripe: int | None = None,
+    stripe: int = STRIPE,
 ) -> np.ndarray:
     """The argument of the machine code: a job that copies stripe `way` of the lines, and every `ways`th stripe after
     it, beginning with the next round that is requested. outboxes: (address, addresses of the inboxes that receive its
@@ -127,7 +127,7 @@ def job(
     made = np.zeros(HEADER + ENTRY * len(outboxes), np.int64)
     made[[ASKED_AT, RING_AT, DONE]] = asked.ctypes.data, lines.ctypes.data, asked[0]
     made[[OUTBOXES, MOST_IDLE, SLOT]] = len(outboxes), PATIENCE, capacity * WORD
-    made[[WAY, OF_WAYS, STRIPE_BITS]] = way, ways, STRIPE if stripe is None else stripe
+    made[[WAY, OF_WAYS, STRIPE_BITS]] = way, ways, stripe
     for i, (source, targets) in enumerate(outboxes):
         at = HEADER + ENTRY * i
         made[at : at + 2 + len(targets)] = source, len(targets), *targets

@@ -95,7 +95,7 @@ class VulkanGpu:
     @property
     def unified(self) -> bool:
         """Whether its memory is the host's. The device type tells, but for virtual machines' devices: these are unified
-        if all heaps are device-local, because a GPU behind a bus also has a heap of host memory."""
+        if all heaps are device-local, because a discrete GPU also has a heap of host memory."""
         if self.type in ("virtual", "other"):
             return all(heap.device_local for heap in self.heaps)
         return self.type in ("integrated", "cpu")
